@@ -1,0 +1,50 @@
+"""Every error a user can cause, told the same way: what, got, expected, remedy."""
+
+
+class Glm5Error(Exception):
+    """Base of all errors that glm5 raises on purpose."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        got: object = None,
+        expected: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.what = what
+        self.got = got
+        self.expected = expected
+        self.remedy = remedy
+        parts = [what]
+        if got is not None:
+            parts.append(f"  got:      {got}")
+        if expected is not None:
+            parts.append(f"  expected: {expected}")
+        if remedy is not None:
+            parts.append(f"  remedy:   {remedy}")
+        super().__init__("\n".join(parts))
+
+
+class ConfigError(Glm5Error, ValueError):
+    """A model or run configuration that cannot be right."""
+
+
+class CheckpointError(Glm5Error, ValueError):
+    """A checkpoint folder that is incomplete, damaged, or of another model."""
+
+
+class BackendError(Glm5Error, ValueError):
+    """An attention backend that is unknown or cannot run here."""
+
+
+class LayoutError(Glm5Error, ValueError):
+    """A parallel layout that this model cannot be built on."""
+
+
+class AdapterError(Glm5Error, ValueError):
+    """A LoRA target, shape or adapter folder that does not fit the model."""
+
+
+class DataError(Glm5Error, ValueError):
+    """A training data file, named with its line, that cannot be used."""
