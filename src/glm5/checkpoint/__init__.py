@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints in and out: names, shapes, shards, FP8 blocks, conversion rules."""

@@ -1,0 +1,194 @@
+"""Prove that transformers + PEFT apply an adapter folder completely and exactly."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from glm5.checkpoint.adapter_file import WEIGHTS_FILE
+from glm5.checkpoint.adapter_layout import LoraFactors, fused_weight, peft_weights
+from glm5.checkpoint.names import summarise
+from glm5.errors import AdapterError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+_ADAPTER = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """What verify_peft_adapter compared."""
+
+    num_tensors: int
+    """Tensors of the file, each found in the PEFT model with equal values."""
+    num_linears: int
+    """Hugging Face linears whose delta was compared."""
+    num_weights: int
+    """Weights that PEFT wraps; the experts of a layer share two."""
+    max_error: float
+    """Largest |PEFT's delta - alpha / rank * b @ a| of one element."""
+    max_error_over_bound: float
+    """The same over its fp32 rounding bound; at most 1."""
+
+
+def verify_peft_adapter(
+    folder: str | Path,
+    hf_dir: str | Path,
+    factors: Mapping[str, LoraFactors],
+    *,
+    rank: int,
+    alpha: float,
+    device: str | torch.device = "cpu",
+) -> AdapterReport:
+    """Load the folder on the model in `hf_dir` with PEFT, in fp32, and compare it with `factors`.
+
+    Every tensor of the file must be in the PEFT model with equal values and the PEFT model must
+    have no other; the wrapped weights must be those of `factors`; and every wrapped weight's delta
+    must be alpha / rank * b @ a (a [rank, in], b [out, rank]) up to fp32 rounding.
+
+    Raises AdapterError naming what PEFT lost, added or changed, or when peft is not installed.
+    """
+    model = load_peft_model(folder, hf_dir, device=device)
+    num_tensors = _check_tensors(model, Path(folder) / WEIGHTS_FILE)
+    wrapped = dict(_wrapped_weights(model))
+    _check_weights(set(wrapped), set(peft_weights(factors)))
+    worst_error = worst_ratio = 0.0
+    for weight, layer in wrapped.items():
+        delta = layer.get_delta_weight(_ADAPTER).detach()
+        for path, part in _linear_deltas(weight, delta):
+            pair = factors.get(path)
+            error, ratio = _compare(path, part, pair, alpha / rank)
+            worst_error, worst_ratio = max(worst_error, error), max(worst_ratio, ratio)
+    return AdapterReport(num_tensors, len(factors), len(wrapped), worst_error, worst_ratio)
+
+
+def load_peft_model(
+    folder: str | Path, hf_dir: str | Path, *, device: str | torch.device = "cpu"
+) -> "PeftModel":
+    """The transformers model of `hf_dir` in fp32 with the adapter of `folder`, in eval mode.
+
+    Raises AdapterError when peft is not installed or refuses the folder.
+    """
+    try:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise AdapterError(
+            "checking an adapter needs transformers and peft",
+            got=error,
+            remedy="pip install 'transformers>=5.13' 'peft>=0.21.2'",
+        ) from error
+    if not (Path(folder) / WEIGHTS_FILE).is_file():
+        # Without this file PEFT would unpickle adapter_model.bin.
+        raise AdapterError(
+            f"{folder} has no {WEIGHTS_FILE}",
+            expected="safetensors; pickled weights are never loaded",
+            remedy="export the adapter again",
+        )
+    base = AutoModelForCausalLM.from_pretrained(
+        hf_dir, dtype=torch.float32, use_safetensors=True, local_files_only=True
+    )
+    try:
+        with warnings.catch_warnings():
+            # A false alarm: PEFT looks for the patterns among modules, but applies them to parameters.
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
+            model = PeftModel.from_pretrained(base, str(folder), adapter_name=_ADAPTER)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise AdapterError(
+            f"PEFT cannot load {folder}", got=error, remedy="export the adapter again"
+        ) from error
+    return model.to(device).eval()
+
+
+def _check_tensors(model: "PeftModel", path: Path) -> int:
+    held = {
+        name.replace(f".{_ADAPTER}.", "."): tensor
+        for name, tensor in model.named_parameters()
+        if ".lora_" in name
+    }
+    with safe_open(path, framework="pt") as file:
+        saved = set(file.keys())
+        for what, names in (("does not load", saved - held.keys()), ("adds", held.keys() - saved)):
+            if names:
+                raise AdapterError(f"PEFT {what} adapter tensors", got=summarise(names))
+        changed = [
+            name for name in sorted(saved) if not _same_values(held[name], file.get_tensor(name))
+        ]
+    if changed:
+        raise AdapterError("PEFT holds other values than the file", got=summarise(changed))
+    return len(saved)
+
+
+def _same_values(held: Tensor, saved: Tensor) -> bool:
+    return torch.equal(held.detach().cpu(), saved.to(held.dtype))
+
+
+def _wrapped_weights(model: "PeftModel") -> Iterator[tuple[str, Any]]:
+    """(weight name as in peft_weights, PEFT layer) of everything that PEFT wraps."""
+    from peft.tuners.lora import LoraLayer, ParamWrapper
+
+    for name, layer in model.get_base_model().named_modules():
+        if isinstance(layer, LoraLayer):
+            path = name.replace(".base_layer", "")
+            yield (
+                (f"{path}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else path),
+                layer,
+            )
+
+
+def _check_weights(wrapped: set[str], expected: set[str]) -> None:
+    for what, names in (("left out", expected - wrapped), ("added", wrapped - expected)):
+        if names:
+            raise AdapterError(
+                f"PEFT {what} weights",
+                got=summarise(names),
+                expected="exactly the weights of the adapter",
+                remedy="write the folder with write_peft_adapter",
+            )
+
+
+def _linear_deltas(weight: str, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face path, delta [out, in]) of each linear inside the wrapped weight."""
+    fused = fused_weight(weight)
+    if fused is None:
+        yield weight.removesuffix(".weight"), delta
+        return
+    # PEFT drops the expert dimension of a single expert; this puts it back.
+    for expert, rows in enumerate(delta.reshape(-1, *delta.shape[-2:])):
+        parts = rows.chunk(len(fused.projections))
+        for projection, part in zip(fused.projections, parts, strict=True):
+            yield fused.path(expert, projection), part
+
+
+def _compare(
+    path: str, delta: Tensor, pair: LoraFactors | None, scaling: float
+) -> tuple[float, float]:
+    """(largest error, largest error over its bound) of one linear's delta [out, in].
+
+    The bound of an fp32 product over `rank` terms and one scaling, whatever their order:
+    (rank + 2) * eps * |scaling| * |b| @ |a|; N. Higham, Accuracy and Stability, section 3.5.
+    """
+    if pair is None:
+        if delta.any():
+            raise AdapterError(f"PEFT changes {path}, which the adapter leaves alone")
+        return 0.0, 0.0
+    a, b = (tensor.detach().to(delta.device, torch.float64) for tensor in (pair.a, pair.b))
+    error = (delta.double() - scaling * (b @ a)).abs()
+    eps = torch.finfo(torch.float32).eps
+    bound = (a.shape[0] + 2) * eps * abs(scaling) * (b.abs() @ a.abs())
+    ratio = torch.where(error == 0, 0.0, error / bound)
+    worst = float(ratio.max()) if ratio.numel() else 0.0
+    if not worst <= 1:
+        raise AdapterError(
+            f"PEFT applies another delta to {path}",
+            got=f"largest difference {float(error.max()):.3e}",
+            expected=f"alpha / rank * b @ a with alpha / rank = {scaling}",
+            remedy="write the folder with write_peft_adapter from these factors",
+        )
+    return float(error.max()), worst

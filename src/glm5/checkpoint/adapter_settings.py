@@ -1,0 +1,149 @@
+"""adapter_config.json: which weights PEFT would adapt by it, and with what rank and alpha."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FiniteFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from glm5.checkpoint.adapter_layout import fused_weight, peft_weight
+from glm5.errors import AdapterError
+
+CONFIG_FILE = "adapter_config.json"
+
+# With one of these the delta is more, or other, than (alpha / r) * b @ a.
+_MUST_BE_OFF = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "fan_in_fan_out",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "monteclora_config",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+    "use_rslora",
+    "velora_config",
+)
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
+Names = frozenset[str]
+
+
+class AdapterSettings(BaseModel):
+    """The settings of a plain LoRA adapter, in PEFT's spelling; others are ignored."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    peft_type: Literal["LORA"]
+    r: PositiveInt
+    lora_alpha: FiniteFloat
+    bias: Literal["none"] = "none"
+    init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] = True
+    """The other initialisations of PEFT change the base weights."""
+    target_modules: Names | Pattern | None = None
+    target_parameters: Names | None = None
+    exclude_modules: Names | Pattern | None = None
+    layers_to_transform: tuple[int, ...] | int | None = None
+    rank_pattern: dict[Pattern, PositiveInt] | None = None
+    alpha_pattern: dict[Pattern, FiniteFloat] | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> "AdapterSettings":
+        """Read adapter_config.json; AdapterError when it is absent, damaged or not plain LoRA."""
+        path = folder / CONFIG_FILE
+        try:
+            text = path.read_text(encoding="utf-8")
+            settings = cls.model_validate_json(text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise AdapterError(
+                f"{path} cannot be read", got=error, remedy="give a folder that PEFT saved"
+            ) from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise AdapterError(
+                f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'} is not supported",
+                got=repr(first["input"])[:200],
+                expected=first["msg"],
+                remedy="merge this adapter with PEFT and use the merged model",
+            ) from error
+        _check_is_plain(path, json.loads(text))
+        return settings
+
+    def weights(self, linears: Iterable[str]) -> list[str]:
+        """The weights that PEFT would adapt in a model of these linears, in the given order."""
+        weights: dict[str, None] = {}
+        for path in linears:
+            if self._is_target_module(path):
+                weights[path] = None
+            holder = peft_weight(path)
+            name = holder if fused_weight(holder) else f"{path}.weight"
+            if _matches(name, self.target_parameters):
+                weights[name] = None
+        return list(weights)
+
+    def rank(self, weight: str) -> int:
+        """The rank of a weight; a fused one has that of all its projections together."""
+        return _by_pattern(self.rank_pattern, weight, self.r)
+
+    def alpha(self, weight: str) -> float:
+        """The alpha of a weight: its delta is alpha / rank * b @ a."""
+        return _by_pattern(self.alpha_pattern, weight, self.lora_alpha)
+
+    def _is_target_module(self, path: str) -> bool:
+        layers = self.layers_to_transform
+        if layers is not None and not isinstance(self.target_modules, str):
+            layer = int(path.split(".")[2])
+            if layer not in ((layers,) if isinstance(layers, int) else layers):
+                return False
+        return _matches(path, self.target_modules) and not _matches(path, self.exclude_modules)
+
+
+def _check_is_plain(path: Path, raw: Mapping[str, Any]) -> None:
+    for name in _MUST_BE_OFF:
+        if raw.get(name):
+            raise AdapterError(
+                f"{path}: {name} is not supported",
+                got=raw[name],
+                expected="plain LoRA",
+                remedy="merge this adapter with PEFT and use the merged model",
+            )
+
+
+def _matches(name: str, targets: Names | str | None) -> bool:
+    """PEFT's rule: a string is a regular expression for all of the name, a list holds endings."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    if targets is None:
+        return False
+    parts = name.split(".")
+    return any(".".join(parts[i:]) in targets for i in range(len(parts)))
+
+
+def _by_pattern[T](patterns: Mapping[str, T] | None, weight: str, default: T) -> T:
+    """PEFT's rule: the first pattern that matches the weight's name or an ending of it."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", weight):
+            return value
+    return default

@@ -1,0 +1,72 @@
+"""Streams tensors between a Hugging Face checkpoint and a Megatron-Core model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from glm5.checkpoint.rules import Rule, check_total
+from glm5.checkpoint.safetensors_io import TensorReader
+from glm5.errors import CheckpointError
+from glm5.lora.attach import base_name, is_adapter
+
+EXPERT_BIAS = ".router.expert_bias"
+
+
+def mcore_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by their Megatron name: parameters and router biases, no adapters."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        base_name(name): tensor.detach()
+        for name, tensor in named
+        if not is_adapter(name) and (isinstance(tensor, nn.Parameter) or name.endswith(EXPERT_BIAS))
+    }
+
+
+@torch.no_grad()
+def load_hf_weights(
+    model: nn.Module,
+    reader: TensorReader,
+    rules: Iterable[Rule],
+    *,
+    unused: Iterable[str] = (),
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Fills every tensor of the model from the checkpoint, one rule at a time.
+
+    `unused` are tensors of the checkpoint that this model has no place for (an MTP layer that is not
+    built). Memory: the model and the largest tensor. `progress` hears the bytes of each target.
+
+    Raises:
+        CheckpointError: a source or target is missing, extra, repeated, or of another shape.
+    """
+    rules = list(rules)
+    targets = mcore_tensors(model)
+    left_out = set(unused)
+    check_total(rules, [name for name in reader.names() if name not in left_out], list(targets))
+    for rule in rules:
+        source = rule.load(reader)
+        target = targets[rule.mcore_name]
+        _check_shape(rule, reader, source, target)
+        target.copy_(source)
+        progress(target.nbytes)
+
+
+def hf_weights(tensors: dict[str, Tensor], rules: Iterable[Rule]) -> Iterator[tuple[str, Tensor]]:
+    """Undoes `load_hf_weights`: Hugging Face names and tensors, views where the rule allows."""
+    rules = list(rules)
+    check_total(rules, [name for rule in rules for name in rule.hf_names], list(tensors))
+    for rule in rules:
+        yield from zip(rule.hf_names, rule.to_hf(tensors[rule.mcore_name]), strict=True)
+
+
+def _check_shape(rule: Rule, reader: TensorReader, source: Tensor, target: Tensor) -> None:
+    if source.shape != target.shape:
+        raise CheckpointError(
+            f"{', '.join(rule.hf_names)} in {reader.file_of(rule.hf_names[0])} has the wrong shape",
+            got=tuple(source.shape),
+            expected=tuple(target.shape),
+            remedy="check that config.json and the weights belong together",
+        )

@@ -1,0 +1,220 @@
+"""Invertible rules between Hugging Face and Megatron-Core tensors, whole or tensor-parallel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from glm5.checkpoint.names import summarise
+from glm5.checkpoint.safetensors_io import TensorReader
+from glm5.errors import CheckpointError
+
+
+class Rule(Protocol):
+    """One Megatron tensor and the Hugging Face tensors it is made of."""
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """The sources, in order."""
+        ...
+
+    @property
+    def mcore_name(self) -> str:
+        """The target."""
+        ...
+
+    def fill(self, **placeholders: int) -> Self:
+        """The rule with `{layer}`, `{expert}`, `{mtp}` in its names replaced."""
+        ...
+
+    def to_mcore(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Make the whole Megatron tensor from the whole Hugging Face tensors."""
+        ...
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        """Undo `to_mcore` exactly; the results are views."""
+        ...
+
+    def load(
+        self,
+        reader: TensorReader,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        partition_dim: int | None = None,
+    ) -> Tensor:
+        """Read this rank's part of the Megatron tensor, and no other bytes.
+
+        `partition_dim` 0 is column-parallel, 1 row-parallel, None replicated.
+        Raises CheckpointError where the ranks do not divide the dimension.
+        """
+        ...
+
+    def join(self, shards: Sequence[Tensor], partition_dim: int | None = None) -> list[Tensor]:
+        """Undo `load`: make the whole Hugging Face tensors from every rank's part, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """The same tensor under two names."""
+
+    hf: str
+    mcore: str
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    @property
+    def mcore_name(self) -> str:
+        return self.mcore
+
+    def fill(self, **placeholders: int) -> Rename:
+        return Rename(_fill(self.hf, placeholders), _fill(self.mcore, placeholders))
+
+    def to_mcore(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return tensor
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+    def load(
+        self,
+        reader: TensorReader,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        partition_dim: int | None = None,
+    ) -> Tensor:
+        return _read_part(reader, self.hf, tp_rank, tp_size, partition_dim)
+
+    def join(self, shards: Sequence[Tensor], partition_dim: int | None = None) -> list[Tensor]:
+        return [_join(shards, partition_dim)]
+
+
+@dataclass(frozen=True, slots=True)
+class GatedPair:
+    """`[gate; up]` stacked along dim 0; each half is cut per rank: local = [gate_r; up_r]."""
+
+    hf_gate: str
+    hf_up: str
+    mcore: str
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return (self.hf_gate, self.hf_up)
+
+    @property
+    def mcore_name(self) -> str:
+        return self.mcore
+
+    def fill(self, **placeholders: int) -> GatedPair:
+        names = (self.hf_gate, self.hf_up, self.mcore)
+        return GatedPair(*(_fill(name, placeholders) for name in names))
+
+    def to_mcore(self, tensors: Sequence[Tensor]) -> Tensor:
+        gate, up = tensors
+        if gate.shape != up.shape:
+            raise CheckpointError(
+                f"{self.hf_gate} and {self.hf_up} differ in shape",
+                got=tuple(up.shape),
+                expected=tuple(gate.shape),
+                remedy="download these shards again",
+            )
+        return torch.cat([gate, up], dim=0)
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        if tensor.shape[0] % 2:
+            raise CheckpointError(
+                f"{self.mcore} cannot be halved into gate and up",
+                got=tuple(tensor.shape),
+                expected="an even number of rows",
+                remedy="give the whole [gate; up] weight",
+            )
+        return list(tensor.chunk(2, dim=0))
+
+    def load(
+        self,
+        reader: TensorReader,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        partition_dim: int | None = None,
+    ) -> Tensor:
+        halves = [
+            _read_part(reader, name, tp_rank, tp_size, partition_dim) for name in self.hf_names
+        ]
+        return self.to_mcore(halves)
+
+    def join(self, shards: Sequence[Tensor], partition_dim: int | None = None) -> list[Tensor]:
+        halves = zip(*(self.to_hf(shard) for shard in shards), strict=True)
+        return [_join(parts, partition_dim) for parts in halves]
+
+
+def check_total(
+    rules: Iterable[Rule], hf_names: Iterable[str], mcore_names: Iterable[str]
+) -> None:
+    """Check that the rules use every source once and make every target once.
+
+    Raises CheckpointError that lists missing, unexpected and repeated names of each side.
+    """
+    rules = list(rules)
+    problems = [
+        *_mismatches("source", (name for rule in rules for name in rule.hf_names), hf_names),
+        *_mismatches("target", (rule.mcore_name for rule in rules), mcore_names),
+    ]
+    if problems:
+        raise CheckpointError(
+            "the conversion rules do not cover the tensors exactly",
+            got="; ".join(problems),
+            expected="every source used once and every target made once",
+            remedy="check that config.json, the checkpoint and the model belong together",
+        )
+
+
+def _mismatches(side: str, by_rules: Iterable[str], present: Iterable[str]) -> list[str]:
+    used, there = Counter(by_rules), Counter(present)
+    findings = {
+        f"{side}s that are missing": used.keys() - there.keys(),
+        f"{side}s that no rule covers": there.keys() - used.keys(),
+        f"{side}s in two rules": {name for name, count in used.items() if count > 1},
+        f"{side}s present twice": {name for name, count in there.items() if count > 1},
+    }
+    return [f"{what}: {summarise(names)}" for what, names in findings.items() if names]
+
+
+def _fill(name: str, placeholders: dict[str, int]) -> str:
+    # str.replace, not str.format: a template may be filled one placeholder at a time.
+    for key, value in placeholders.items():
+        name = name.replace("{" + key + "}", str(value))
+    return name
+
+
+def _read_part(
+    reader: TensorReader, name: str, tp_rank: int, tp_size: int, partition_dim: int | None
+) -> Tensor:
+    if partition_dim is None or tp_size == 1:
+        return reader.read(name)
+    shape = reader.shape(name)
+    if partition_dim >= len(shape) or shape[partition_dim] % tp_size:
+        raise CheckpointError(
+            f"{name} in {reader.file_of(name)} cannot be cut along dim {partition_dim}",
+            got=f"shape {shape}, {tp_size} tensor-parallel ranks",
+            expected="a dimension that the ranks divide",
+            remedy="choose a tensor-parallel size that divides this dimension",
+        )
+    size = shape[partition_dim] // tp_size
+    return reader.read_slice(name, partition_dim, tp_rank * size, (tp_rank + 1) * size)
+
+
+def _join(parts: Sequence[Tensor], partition_dim: int | None) -> Tensor:
+    if partition_dim is None or len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), dim=partition_dim)

@@ -1,0 +1,1 @@
+"""Low-rank adapters on the modules of glm5.model."""

@@ -1,0 +1,76 @@
+"""Puts adapters on a model, and finds them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from glm5.lora.absorbed import AbsorbedLora
+from glm5.lora.factors import LoraPair
+from glm5.lora.linear import LoraLinear
+from glm5.lora.targets import TargetModule, find_targets
+from glm5.model.linear import LatentUpProjection
+
+Adapted = LoraLinear | AbsorbedLora
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """Which linears are adapted and how; delta W = alpha / rank * B A."""
+
+    adapter_rank: int
+    adapter_alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.adapter_alpha / self.adapter_rank
+
+
+def attach_lora(model: nn.Module, spec: LoraSpec, *, seed: int) -> None:
+    """Freezes the model and puts a trainable pair on every target; logits are unchanged at first.
+
+    Raises:
+        AdapterError: a target is unknown or matches nothing.
+    """
+    targets = find_targets(model, spec.targets)
+    model.requires_grad_(False)
+    for target in targets:
+        parent, _, leaf = target.path.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, _adapt(target, spec))
+    for path, adapted in adapted_modules(model):
+        for hf_linear, pair in adapted.pairs.items():
+            pair.initialise(seed, f"{path}.{hf_linear}")
+
+
+def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
+    """(path, module) of everything that carries adapters, in model order."""
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear | AbsorbedLora):
+            yield path, module
+
+
+def adapter_pairs(model: nn.Module) -> Iterator[tuple[str, str, LoraPair]]:
+    """(path of the adapted module, Hugging Face linear, pair) of every adapter, in model order."""
+    for path, module in adapted_modules(model):
+        for hf_linear, pair in module.pairs.items():
+            yield path, hf_linear, pair
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter has in the model without adapters."""
+    return name.replace(".base.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of an adapted model belongs to an adapter."""
+    return ".pairs." in name
+
+
+def _adapt(target: TargetModule, spec: LoraSpec) -> Adapted:
+    rank, scale = spec.adapter_rank, spec.scale
+    if isinstance(target.module, LatentUpProjection):
+        return AbsorbedLora(target.module, target.wanted[0], rank=rank, scale=scale)
+    return LoraLinear(target.module, target.hf_linears, target.wanted, rank=rank, scale=scale)

@@ -1,0 +1,1 @@
+"""Megatron-Core modules of the GLM-5 family."""

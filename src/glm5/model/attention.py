@@ -1,0 +1,146 @@
+"""Absorbed multi-latent attention over the keys that the indexer selected."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from glm5.model.indexer import IndexInputs, LightningIndexer
+from glm5.model.indexer_loss import add_indexer_loss
+from glm5.model.linear import LatentUpProjection, ReplicatedLinear
+from glm5.model.norm import RMSNorm
+from glm5.model.tokens import TokenRow, token_row
+from glm5.model.transformer_config import Glm5TransformerConfig
+from glm5.ops.backends import get_backend
+from glm5.ops.rope import apply_rope, rope_cos_sin
+
+IndexerType = Literal["full", "shared"]
+
+
+class DSASelfAttention(MegatronModule):
+    """DeepSeek Sparse Attention of one layer; top-k comes in and goes out as a value.
+
+    q_latent = norm(W_qa x); [kv_latent, k_rope] = W_kva x, the latent normalised;
+    q = [W_k^T q_nope, rope(q_rope)]; kv = [kv_latent, rope(k_rope)];
+    out = W_o (W_v sparse_mla(q, kv, topk_indices))      (arXiv 2405.04434 and 2512.02556)
+    """
+
+    def __init__(
+        self,
+        config: Glm5TransformerConfig,
+        layer_number: int,
+        indexer_type: IndexerType,
+        pg_collection: Any = None,
+        attn_mask_type: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        del pg_collection, attn_mask_type, name
+        self.layer_number = layer_number
+        glm5 = config.glm5
+        heads = glm5.num_attention_heads
+        self.linear_q_down_proj = ReplicatedLinear(
+            glm5.hidden_size, glm5.q_lora_rank, config=config
+        )
+        self.q_layernorm = RMSNorm(config, glm5.q_lora_rank, glm5.latent_norm_eps)
+        self.linear_q_up_proj = ColumnParallelLinear(
+            glm5.q_lora_rank,
+            heads * glm5.qk_head_dim,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+        )
+        self.linear_kv_down_proj = ReplicatedLinear(glm5.hidden_size, glm5.d_qk, config=config)
+        self.kv_layernorm = RMSNorm(config, glm5.kv_lora_rank, glm5.latent_norm_eps)
+        self.linear_kv_up_proj = LatentUpProjection(config)
+        self.linear_proj = RowParallelLinear(
+            heads * glm5.v_head_dim,
+            glm5.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=False,
+        )
+        self.indexer = LightningIndexer(config) if indexer_type == "full" else None
+        self.backend = get_backend(config.dsa_attention_backend)
+        self.recompute_core = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        topk_indices: Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states [s, b, hidden_size] normalised -> (output of that shape, topk_indices).
+
+        topk_indices [s * b, index_topk] int32 of the nearest full layer above; a full layer replaces it.
+        """
+        row = token_row(hidden_states, packed_seq_params)
+        x = row.flatten(hidden_states)
+        q_latent = self.q_layernorm(self.linear_q_down_proj(x)[0])
+        index_inputs = None
+        if self.indexer is not None:
+            topk_indices, index_inputs = self.indexer(x, q_latent, row)
+        assert topk_indices is not None, f"layer {self.layer_number} shares a top-k nobody made"
+        q, kv = self._queries_and_keys(x, q_latent, row)
+        out, lse = self._attend(q, kv, topk_indices)
+        output, _ = self.linear_proj(row.unflatten(out))
+        if index_inputs is not None and self.indexer.trains:
+            output = self._with_indexer_loss(output, index_inputs, q, kv, lse, topk_indices)
+        return output, topk_indices
+
+    def _queries_and_keys(self, x: Tensor, q_latent: Tensor, row: TokenRow) -> tuple[Tensor, Tensor]:
+        """Absorbed q [t, h, d_qk] and kv [t, d_qk]."""
+        glm5 = self.config.glm5
+        cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
+        q, _ = self.linear_q_up_proj(q_latent)
+        q = q.view(q.shape[0], -1, glm5.qk_head_dim)
+        q_nope, q_rope = q.split([glm5.qk_nope_head_dim, glm5.qk_rope_head_dim], dim=-1)
+        q_rope = apply_rope(q_rope, cos, sin, interleaved=glm5.rope_interleave)
+        q = torch.cat([self.linear_kv_up_proj.absorb_query(q_nope), q_rope], dim=-1)
+        kv, _ = self.linear_kv_down_proj(x)
+        kv_latent, k_rope = kv.split([glm5.kv_lora_rank, glm5.qk_rope_head_dim], dim=-1)
+        k_rope = apply_rope(k_rope, cos, sin, interleaved=glm5.rope_interleave)
+        return q, torch.cat([self.kv_layernorm(kv_latent), k_rope], dim=-1)
+
+    def _attend(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
+        """(out [t, h * v_head_dim], lse [t, h]); recomputed in the backward pass when asked for."""
+        if self.recompute_core and self.training:
+            return tensor_parallel.checkpoint(self._core, False, q, kv, topk_indices)
+        return self._core(q, kv, topk_indices)
+
+    def _core(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
+        glm5 = self.config.glm5
+        out_latent, lse = self.backend.sparse_mla(
+            q, kv, topk_indices, glm5.softmax_scale, glm5.d_v
+        )
+        return self.linear_kv_up_proj.expand_output(out_latent).flatten(1), lse
+
+    def _with_indexer_loss(
+        self,
+        output: Tensor,
+        index_inputs: IndexInputs,
+        q: Tensor,
+        kv: Tensor,
+        lse: Tensor,
+        topk_indices: Tensor,
+    ) -> Tensor:
+        return add_indexer_loss(
+            output,
+            index_inputs,
+            q.detach(),
+            kv.detach(),
+            lse.detach(),
+            topk_indices,
+            softmax_scale=self.config.glm5.softmax_scale,
+            coeff=self.config.indexer_loss_coeff,
+        )

@@ -1,0 +1,97 @@
+"""The lightning indexer: cheap scores that choose which keys each query attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+
+from glm5.model.linear import ReplicatedLinear
+from glm5.model.tokens import TokenRow
+from glm5.model.transformer_config import Glm5TransformerConfig, build_device
+from glm5.ops.backends import get_backend
+from glm5.ops.rope import apply_rope, rope_cos_sin
+
+
+@dataclass(frozen=True)
+class IndexInputs:
+    """What the index scores are made of; every scale is already inside `weights`.
+
+    q [t, index_n_heads, index_head_dim]; k [t, index_head_dim]; weights [t, index_n_heads] fp32.
+    """
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+
+
+class LightningIndexer(MegatronModule):
+    """score(i, j) = sum_h w_ih relu(q_ih . k_j) (arXiv 2512.02556, eq. 1).
+
+    q = rope(W_q c_i) from the normalised q latent, k = rope(LayerNorm(W_k x_j)), the rope on the first
+    qk_rope_head_dim of index_head_dim; w = W_w x_i / sqrt(index_n_heads * index_head_dim) in fp32.
+    """
+
+    def __init__(self, config: Glm5TransformerConfig) -> None:
+        super().__init__(config=config)
+        glm5 = config.glm5
+        head_dim, num_heads = glm5.index_head_dim, glm5.index_n_heads
+        self.linear_wq_b = ReplicatedLinear(glm5.q_lora_rank, num_heads * head_dim, config=config)
+        self.linear_wk = ReplicatedLinear(glm5.hidden_size, head_dim, config=config)
+        self.k_norm = nn.LayerNorm(
+            head_dim,
+            eps=glm5.indexer_norm_eps,
+            dtype=config.params_dtype,
+            device=build_device(config),
+        )
+        # bf16 rounding of the head weights flips near-tied selections
+        self.linear_weights_proj = ReplicatedLinear(
+            glm5.hidden_size, num_heads, config=config, compute_dtype=torch.float32
+        )
+        self.weight_scale = num_heads**-0.5 * head_dim**-0.5
+        self.backend = get_backend(config.dsa_attention_backend)
+
+    @property
+    def trains(self) -> bool:
+        """Whether this forward must keep gradients for the indexer."""
+        wanted = self.training and torch.is_grad_enabled() and self.config.indexer_loss_coeff > 0
+        return wanted and any(p.requires_grad for p in self.parameters())
+
+    def project(self, x: Tensor, q_latent: Tensor, positions: Tensor) -> IndexInputs:
+        """x [t, hidden_size]; q_latent [t, q_lora_rank] normalised; positions [t] int32."""
+        glm5 = self.config.glm5
+        cos, sin = rope_cos_sin(positions, glm5.qk_rope_head_dim, glm5.rope_theta)
+        q, _ = self.linear_wq_b(q_latent)
+        k, _ = self.linear_wk(x)
+        weights, _ = self.linear_weights_proj(x)
+        q = q.view(-1, glm5.index_n_heads, glm5.index_head_dim)
+        return IndexInputs(
+            q=self._rope_first_dims(q, cos, sin),
+            k=self._rope_first_dims(self.k_norm(k), cos, sin),
+            weights=weights * self.weight_scale,
+        )
+
+    def select(self, inputs: IndexInputs, row: TokenRow) -> Tensor:
+        """The topk_indices [t, index_topk] int32 of every query of the row."""
+        topk = self.config.glm5.index_topk
+        return self.backend.select_topk(
+            inputs.q, inputs.k, inputs.weights, row.starts, row.ends, topk
+        )
+
+    def forward(self, x: Tensor, q_latent: Tensor, row: TokenRow) -> tuple[Tensor, IndexInputs]:
+        """Selects keys; the inputs come back for the KL loss, with gradients only when it `trains`.
+
+        The main loss never reaches the indexer, nor the indexer's loss the model, hence the detach.
+        """
+        with torch.set_grad_enabled(self.trains):
+            inputs = self.project(x.detach(), q_latent.detach(), row.positions)
+        return self.select(inputs, row), inputs
+
+    def _rope_first_dims(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        glm5 = self.config.glm5
+        rope_dim = glm5.qk_rope_head_dim
+        rotated, passed = x.split([rope_dim, glm5.index_head_dim - rope_dim], dim=-1)
+        rotated = apply_rope(rotated, cos, sin, interleaved=glm5.indexer_rope_interleave)
+        return torch.cat([rotated, passed], dim=-1)

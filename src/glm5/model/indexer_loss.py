@@ -1,0 +1,40 @@
+"""Joins the indexer's KL loss to the main loss without passing through the layers above."""
+
+from __future__ import annotations
+
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from torch import Tensor
+
+from glm5.model.indexer import IndexInputs
+from glm5.ops.indexer_kl.reference import indexer_kl
+
+
+def add_indexer_loss(
+    output: Tensor,
+    index_inputs: IndexInputs,
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    topk_indices: Tensor,
+    *,
+    softmax_scale: float,
+    coeff: float,
+) -> Tensor:
+    """Returns `output` unchanged; its backward also sends coeff * sum_t KL_t to the indexer.
+
+    The sum runs over all tokens of the micro-batch, as the main loss does before the trainer divides
+    both by the number of trained tokens. q [t, h, d_qk], kv [t, d_qk], lse [t, h] are constants;
+    topk_indices [t, topk] int32: the KL is over the selected keys (arXiv 2512.02556, eq. 4).
+    """
+    kl = indexer_kl(
+        index_inputs.q,
+        index_inputs.k,
+        index_inputs.weights,
+        q,
+        kv,
+        lse,
+        softmax_scale,
+        topk_indices=topk_indices,
+    )
+    # Megatron's schedules set this scaler to the scale of the main loss
+    return MoEAuxLossAutoScaler.apply(output, coeff * kl.sum())

@@ -1,0 +1,72 @@
+"""Linear layers that Megatron-Core does not have."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import Tensor, nn
+
+from glm5.model.transformer_config import Glm5TransformerConfig, build_device
+
+
+class ReplicatedLinear(nn.Module):
+    """y = x W^T with the whole weight on every tensor-parallel rank, in Megatron's calling convention.
+
+    x [..., in_features]; y [..., out_features] in `compute_dtype` (default: the dtype of x);
+    weight [out_features, in_features]. Returns (y, None): there is no bias.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        config: Glm5TransformerConfig,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.compute_dtype = compute_dtype
+        device = build_device(config)
+        weight = torch.empty(out_features, in_features, dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        dtype = self.compute_dtype or x.dtype
+        return F.linear(x.to(dtype), self.weight.to(dtype)), None
+
+
+class LatentUpProjection(ColumnParallelLinear):
+    """`kv_b_proj` used from both sides of the absorbed attention, never as a plain linear.
+
+    weight [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], per head W_k above W_v.
+    Absorbed MLA (arXiv 2405.04434, section 2.1.2): q_nope . (W_k c) = (W_k^T q_nope) . c.
+    """
+
+    def __init__(self, config: Glm5TransformerConfig) -> None:
+        glm5 = config.glm5
+        self.head_dims = (glm5.qk_nope_head_dim, glm5.v_head_dim)
+        super().__init__(
+            glm5.kv_lora_rank,
+            glm5.num_attention_heads * sum(self.head_dims),
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+        )
+
+    def absorb_query(self, q_nope: Tensor) -> Tensor:
+        """q_nope [t, h, qk_nope_head_dim] -> W_k^T q_nope [t, h, kv_lora_rank]."""
+        w_k, _ = self._heads()
+        return torch.einsum("thd,hdr->thr", q_nope, w_k)
+
+    def expand_output(self, out_latent: Tensor) -> Tensor:
+        """out_latent [t, h, kv_lora_rank] -> W_v out_latent [t, h, v_head_dim]."""
+        _, w_v = self._heads()
+        return torch.einsum("thr,hdr->thd", out_latent, w_v)
+
+    def _heads(self) -> tuple[Tensor, Tensor]:
+        per_head = self.weight.view(-1, sum(self.head_dims), self.input_size)
+        w_k, w_v = per_head.split(self.head_dims, dim=1)
+        return w_k, w_v

@@ -1,0 +1,96 @@
+"""Which module computes the attention: chosen by name, once, with no silent fallback."""
+
+from collections.abc import Iterable
+from importlib import import_module
+from typing import NamedTuple, Protocol, cast
+
+from torch import Tensor
+
+from glm5.errors import BackendError
+
+
+class Backend(Protocol):
+    """What a backend module offers; the functions' docstrings in torch_backend are the contract."""
+
+    def select_topk(
+        self, q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int
+    ) -> Tensor:
+        """Select keys: -> topk_indices [t_q, topk] int32, ascending, -1 only at the tail."""
+
+    def sparse_mla(
+        self, q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to the selected keys: -> out [t_q, h, d_v], lse [t_q, h]."""
+
+
+class BackendStatus(NamedTuple):
+    """Whether a backend can run here; the reason says why not, and is empty otherwise."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+class _Entry(NamedTuple):
+    module: str
+    remedy: str
+
+
+_BACKENDS = {
+    "torch": _Entry("glm5.ops.torch_backend", "install torch"),
+    "megatron": _Entry("glm5.ops.peers", "pip install megatron-core==0.19.2"),
+}
+_DEFAULTS = {"cpu": "torch", "cuda": "torch"}
+
+
+def get_backend(name: str) -> Backend:
+    """The backend module of that name, imported now and not before.
+
+    Raises BackendError when the name is unknown, or when the backend cannot run here.
+    """
+    if name not in _BACKENDS:
+        raise BackendError("unknown attention backend", got=name, expected=_listed(_BACKENDS))
+    entry = _BACKENDS[name]
+    try:
+        return cast(Backend, import_module(entry.module))
+    except ImportError as error:
+        raise BackendError(
+            f"the attention backend {name!r} cannot run here", got=error, remedy=entry.remedy
+        ) from error
+
+
+def default_backend(device_type: str) -> str:
+    """Name of the backend that is used on "cpu" or "cuda" when none is asked for.
+
+    Raises BackendError for any other device type.
+    """
+    if device_type not in _DEFAULTS:
+        raise BackendError(
+            "no default attention backend for this device",
+            got=device_type,
+            expected=_listed(_DEFAULTS),
+            remedy="name a backend",
+        )
+    return _DEFAULTS[device_type]
+
+
+def backend_report() -> list[BackendStatus]:
+    """Try every backend; importing them takes seconds."""
+    return [_status(name) for name in _BACKENDS]
+
+
+def available_backends() -> tuple[str, ...]:
+    """Names of the backends that can run here; importing them takes seconds."""
+    return tuple(status.name for status in backend_report() if status.available)
+
+
+def _status(name: str) -> BackendStatus:
+    try:
+        get_backend(name)
+    except BackendError as error:
+        return BackendStatus(name, False, str(error))
+    return BackendStatus(name, True, "")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)

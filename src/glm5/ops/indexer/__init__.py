@@ -1,0 +1,1 @@
+"""The lightning indexer: index scores and the selection of keys."""

@@ -1,0 +1,1 @@
+"""The auxiliary loss that trains the indexer."""

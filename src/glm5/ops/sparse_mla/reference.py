@@ -1,0 +1,103 @@
+"""Portable sparse attention: chunked over query rows, deterministic, forward and backward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from glm5.errors import BackendError
+from glm5.ops.key_sets import KeySelection, rows_per_chunk
+from glm5.ops.precision import accumulation_dtype, no_autocast
+from glm5.ops.sparse_mla.chunk import attend, attend_backward
+
+
+def sparse_mla(
+    q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+) -> tuple[Tensor, Tensor]:
+    """Absorbed MLA over selected keys: softmax(softmax_scale q . kv[s]) kv[s, :d_v], s selected.
+
+    (arXiv 2512.02556, eq. 2.) q [t_q, h, d_qk], kv [t_k, d_qk] one latent head shared by the
+    heads, both of one float dtype; topk_indices [t_q, topk] int32, each key once, -1 = none
+    -> out [t_q, h, d_v] in q's dtype, lse [t_q, h] fp32, the natural log of the sum of exp(logits)
+    (fp64 for fp64 q). A row of all -1 gives out = 0, lse = -inf and zero gradients.
+    Differentiable in q and kv, not through lse; computed in fp32 (fp64 for fp64 q). Each chunk
+    multiplies all keys between the lowest and the highest selected ones, so kv must be finite.
+    Memory is bounded by a chunk; one host sync per forward and per backward.
+    Raises BackendError for shapes and dtypes that do not fit and for indices beyond kv.
+    """
+    _check_inputs(q, kv, topk_indices, d_v)
+    return _SparseMlaFunction.apply(q, kv, topk_indices, softmax_scale, d_v)
+
+
+class _SparseMlaFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+    ) -> tuple[Tensor, Tensor]:
+        selection, dtype = KeySelection(topk_indices), accumulation_dtype(q)
+        out = q.new_zeros(*q.shape[:2], d_v)
+        lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
+        with no_autocast(q):
+            keys_and_values = kv.to(dtype)
+            for chunk in selection.chunks(len(kv), _num_rows(q, kv, topk_indices)):
+                rows, keys = chunk
+                q_rows = q[rows].to(dtype) * softmax_scale
+                out[rows], lse[rows] = attend(
+                    q_rows, keys_and_values[keys], selection.mask(chunk), d_v
+                )
+        ctx.softmax_scale = softmax_scale
+        ctx.save_for_backward(q, kv, topk_indices, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_out: Tensor, _grad_lse: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        q, kv, topk_indices, out, lse = ctx.saved_tensors
+        selection, dtype = KeySelection(topk_indices), accumulation_dtype(q)
+        grad_q, grad_kv = torch.zeros_like(q), torch.zeros_like(kv, dtype=dtype)
+        with no_autocast(q):
+            keys_and_values = kv.to(dtype)
+            for chunk in selection.chunks(len(kv), _num_rows(q, kv, topk_indices)):
+                rows, keys = chunk
+                grad_q_rows = attend_backward(
+                    grad_out[rows].to(dtype),
+                    out[rows].to(dtype),
+                    lse[rows],
+                    q[rows].to(dtype) * ctx.softmax_scale,
+                    keys_and_values[keys],
+                    selection.mask(chunk),
+                    grad_kv[keys],
+                )
+                grad_q[rows] = grad_q_rows * ctx.softmax_scale
+        return grad_q, grad_kv.to(kv.dtype), None, None, None
+
+
+def _num_rows(q: Tensor, kv: Tensor, topk_indices: Tensor) -> int:
+    """Query rows per chunk: two sets of logits, the mask, and the rows themselves."""
+    element_size, h, d_qk = accumulation_dtype(q).itemsize, q.shape[1], q.shape[2]
+    logits_bytes = 2 * h * len(kv) * element_size
+    mask_bytes = 3 * len(kv) + 24 * topk_indices.shape[1]
+    return rows_per_chunk(logits_bytes + mask_bytes + 6 * h * d_qk * element_size)
+
+
+def _check_inputs(q: Tensor, kv: Tensor, topk_indices: Tensor, d_v: int) -> None:
+    fits = (
+        q.ndim == 3
+        and kv.shape == (len(kv), q.shape[2])
+        and topk_indices.ndim == 2
+        and len(topk_indices) == len(q)
+        and 0 < d_v <= q.shape[2]
+    )
+    if not fits or q.dtype != kv.dtype or topk_indices.dtype != torch.int32:
+        tensors = {"q": q, "kv": kv, "topk_indices": topk_indices}
+        got = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items())
+        raise BackendError(
+            "the inputs of sparse_mla do not fit together",
+            got=f"{got}, d_v {d_v}",
+            expected="q [t_q, h, d_qk] and kv [t_k, d_qk] of one dtype, "
+            "topk_indices [t_q, topk] int32, 0 < d_v <= d_qk",
+        )

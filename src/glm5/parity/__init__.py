@@ -1,0 +1,1 @@
+"""Compares a glm5 model with `transformers`, number by number."""

@@ -1,0 +1,213 @@
+"""Observes the `transformers` model, one document at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from glm5.config import Glm5Config
+from glm5.errors import ConfigError
+from glm5.parity.observation import Observation, document_slices, next_token_loss
+
+# Older releases rotate the indexer or the attention differently, or attend to the future.
+MIN_TRANSFORMERS = (5, 13)
+
+
+def load_reference(folder: Path, glm5: Glm5Config, device: torch.device) -> nn.Module:
+    """The `transformers` model of a local folder in fp32 with eager attention.
+
+    transformers parses the schedule from the raw config by itself; only keys that some of its releases
+    write and others misread are left out. It hard-wires the latent norms' eps, so that one is set.
+
+    Raises:
+        ConfigError: this transformers is too old to be an oracle, or cannot express the model.
+    """
+    import transformers
+    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+
+    _check_oracle(transformers.__version__, glm5)
+    config = GlmMoeDsaConfig(**glm5.to_hf_dict())
+    with _quiet(transformers):
+        model = GlmMoeDsaForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            use_safetensors=True,
+        )
+    for layer in model.model.layers:
+        layer.self_attn.q_a_layernorm.variance_epsilon = glm5.latent_norm_eps
+        layer.self_attn.kv_a_layernorm.variance_epsilon = glm5.latent_norm_eps
+    return model.to(device).eval()
+
+
+def observe_hf(
+    model: Any,
+    token_ids: Tensor,
+    lengths: Sequence[int],
+    *,
+    selected: dict[int, Tensor] | None = None,
+    gradients: bool = True,
+) -> Observation:
+    """Runs every document alone and joins the results; `selected` replaces the indexers' choices."""
+    model.zero_grad(set_to_none=True)
+    parts = [
+        _observe_document(model, token_ids[part], part.start, _cut(selected, part))
+        for part in document_slices(lengths)
+    ]
+    joined = _join(parts, token_ids.numel())
+    if gradients:
+        next_token_loss(joined.logits, token_ids, lengths).backward()
+        joined.gradients = dict(_disk_gradients(model))
+    joined.logits = joined.logits.detach()
+    return joined
+
+
+class _SeeTopk(TorchFunctionMode):
+    """Keeps the scores that an indexer hands to topk; transformers does not return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores: Tensor | None = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.topk, torch.Tensor.topk):
+            self.scores = args[0].detach()
+        return func(*args, **(kwargs or {}))
+
+
+def _check_oracle(version: str, glm5: Glm5Config) -> None:
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) < MIN_TRANSFORMERS:
+        raise ConfigError(
+            "this transformers computes GLM-5 wrongly",
+            got=version,
+            expected=">= {}.{}".format(*MIN_TRANSFORMERS),
+            remedy="upgrade transformers",
+        )
+    if not glm5.indexer_rope_interleave:
+        raise ConfigError(
+            "transformers cannot express this model",
+            got="indexer_rope_interleave = false",
+            expected="true, which transformers hard-wires",
+            remedy="verify is not possible for this checkpoint",
+        )
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """The MTP layer is reported as unexpected on every load; our own rules check the names."""
+    logging = transformers.utils.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
+
+
+def _observe_document(
+    model: Any, token_ids: Tensor, offset: int, selected: dict[int, Tensor] | None
+) -> Observation:
+    seen = Observation(logits=token_ids)
+    handles = []
+    for index, layer in enumerate(model.model.layers):
+        handles.append(layer.register_forward_hook(_hidden_hook(seen, index)))
+        if layer.self_attn.indexer is not None:
+            handles += _indexer_hooks(layer.self_attn.indexer, seen, index, offset, selected)
+    try:
+        seen.logits = model(input_ids=token_ids[None], use_cache=False).logits[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _hidden_hook(seen: Observation, index: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
+        seen.hidden[index] = output[0][0].detach()
+
+    return hook
+
+
+def _indexer_hooks(
+    indexer: nn.Module,
+    seen: Observation,
+    index: int,
+    offset: int,
+    selected: dict[int, Tensor] | None,
+) -> list[Any]:
+    spy = _SeeTopk()
+
+    def before(module: nn.Module, args: Any) -> None:
+        spy.__enter__()
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        spy.__exit__(None, None, None)
+        assert spy.scores is not None
+        seen.scores[index] = spy.scores[0].float()
+        seen.selected[index] = output[0] + offset
+        return None if selected is None else _padded(selected[index] - offset)[None]
+
+    return [
+        indexer.register_forward_pre_hook(before),
+        indexer.register_forward_hook(after, always_call=True),
+    ]
+
+
+def _padded(selected: Tensor) -> Tensor:
+    """transformers has no empty entries: repeat the first key, which changes no mask."""
+    return torch.where(selected < 0, selected[:, :1], selected)
+
+
+def _cut(selected: dict[int, Tensor] | None, part: slice) -> dict[int, Tensor] | None:
+    return selected and {layer: indices[part] for layer, indices in selected.items()}
+
+
+def _join(parts: list[Observation], total: int) -> Observation:
+    first = parts[0]
+    device = first.logits.device
+    joined = Observation(logits=torch.cat([part.logits for part in parts]))
+    for layer in first.hidden:
+        joined.hidden[layer] = torch.cat([part.hidden[layer] for part in parts])
+    for layer in first.scores:
+        scores = [part.scores[layer] for part in parts]
+        joined.scores[layer] = torch.block_diag(*scores)
+        width = max(part.selected[layer].shape[1] for part in parts)
+        selected = torch.full((total, width), -1, dtype=torch.int32, device=device)
+        for part, rows in zip(parts, document_slices([s.shape[0] for s in scores]), strict=True):
+            selected[rows, : part.selected[layer].shape[1]] = part.selected[layer]
+        joined.selected[layer] = selected
+    return joined
+
+
+def _disk_gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Gradients under the names of the files: transformers fuses the experts in memory only."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "gate_up_proj":
+            for expert, gradient in enumerate(parameter.grad):
+                gate, up = gradient.chunk(2)
+                yield f"{stem}.{expert}.gate_proj.weight", gate
+                yield f"{stem}.{expert}.up_proj.weight", up
+        elif leaf == "down_proj":
+            for expert, gradient in enumerate(parameter.grad):
+                yield f"{stem}.{expert}.down_proj.weight", gradient
+        else:
+            yield name, parameter.grad

@@ -1,0 +1,1 @@
+"""Process groups, and Megatron-Core on machines without a GPU."""

@@ -1,0 +1,107 @@
+"""Starts the process group and Megatron-Core's parallel state for one process or many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from glm5.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the parallel axes; the data-parallel size is what remains of the world."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+
+def default_device() -> torch.device:
+    """The GPU of this process where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def ensure_distributed(device: torch.device, layout: Layout | None = None, *, seed: int = 0) -> None:
+    """Initialises torch.distributed and Megatron's parallel state unless the caller has done so.
+
+    Without a launcher (no RANK in the environment) this is one process with a local store. A parallel
+    state that exists is used as it is; asking for another layout over it is an error.
+
+    Raises:
+        LayoutError: the sizes do not divide the world, or differ from the state that exists.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    if device.type == "cpu":
+        from glm5.runtime.cpu import enable_cpu_runtime
+
+        enable_cpu_runtime()
+    if not dist.is_initialized():
+        _init_process_group(device)
+    if parallel_state.model_parallel_is_initialized():
+        _check_existing(layout)
+    else:
+        _init_parallel_state(layout or Layout())
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _init_process_group(device: torch.device) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend)
+        return
+    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True, use_libuv=True)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def _init_parallel_state(layout: Layout) -> None:
+    from megatron.core import parallel_state
+
+    world_size = dist.get_world_size()
+    model_size = layout.tp * layout.pp * layout.cp
+    if world_size % model_size or world_size % (layout.ep * layout.pp):
+        raise LayoutError(
+            "the layout does not divide the processes",
+            got=f"{layout} on {world_size} process(es)",
+            expected="tp*pp*cp and ep*pp each divide the number of processes",
+            remedy="start another number of processes or change the layout",
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+    )
+
+
+def current_layout() -> Layout:
+    """The layout of the parallel state that is initialised."""
+    from megatron.core import parallel_state
+
+    return Layout(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def _check_existing(layout: Layout | None) -> None:
+    if layout is None:
+        return
+    existing = current_layout()
+    if existing != layout:
+        raise LayoutError(
+            "Megatron's parallel state is already initialised with another layout",
+            got=layout,
+            expected=existing,
+            remedy="ask for the existing layout, or destroy the model parallel state first",
+        )
+
+

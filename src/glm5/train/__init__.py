@@ -1,0 +1,1 @@
+"""Training: run files, data, packing, metrics and the loop."""

@@ -1,0 +1,250 @@
+"""Turn chats into tokens, and mark the tokens that an assistant would have produced."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glm5.errors import DataError
+from glm5.train.data import Chat, Problems
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+# The prompts that serving may have used before an assistant turn, in the order they are tried.
+_PROMPT_ARGS: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False})
+
+
+@dataclass(frozen=True)
+class TokenizedChat:
+    """One chat in tokens.
+
+    input_ids: [t] int32.
+    loss_mask: [t] bool; True where the token itself is an assistant's, so it is not shifted.
+    source: `file:line` of the chat.
+    """
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a Hugging Face folder or repo id, without running code of its own.
+
+    Raises:
+        DataError: no tokenizer there.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot load the tokenizer", got=error) from error
+    return tokenizer
+
+
+class ChatTokenizer:
+    """Applies a tokenizer's chat template and finds the assistant's tokens.
+
+    A template with generation markers tells them itself. Without, the tokens of an assistant
+    turn are those that its generation prompt lacks: both must be true prefixes of the whole chat.
+
+    The stop token always belongs to the loss, else a model never learns to end its turn. GLM
+    templates write none: the role token of the next message stops the turn, so that one is
+    marked, and a chat that ends with an assistant turn gets the token that would come next.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        stop_token_ids: Sequence[int],
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take a tokenizer, the model's eos_token_id list, and variables for its template.
+
+        Raises:
+            DataError: no chat template, or no stop token.
+        """
+        self.tokenizer = tokenizer
+        self.template_args = dict(template_args or {})
+        self.stop_token_ids = frozenset(stop_token_ids)
+        if not self.stop_token_ids:
+            raise DataError("no stop token", expected="at least one id in eos_token_id")
+        self._stop_texts = self._texts_of_stop_tokens()
+        self._has_markers = bool(_GENERATION_MARKER.search(self._template()))
+
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], source: str = "chat"
+    ) -> TokenizedChat:
+        """Return the tokens of one chat and the mask of those that an assistant produced.
+
+        Raises:
+            DataError: the template refuses the chat, changes earlier turns, or marks nothing; or
+                the text of a message contains a stop token.
+        """
+        self._refuse_stop_tokens_in_text(messages)
+        find = self._masked_by_template if self._has_markers else self._masked_by_prefixes
+        input_ids, loss_mask = find(messages)
+        self._settle_stop_tokens(input_ids, loss_mask, messages)
+        # The first token of a chat is never predicted.
+        if not any(loss_mask[1:]):
+            raise DataError("the chat template marks no assistant token")
+        return TokenizedChat(
+            np.array(input_ids, dtype=np.int32), np.array(loss_mask, dtype=np.bool_), source
+        )
+
+    def _template(self) -> str:
+        try:
+            return str(self.tokenizer.get_chat_template())
+        except ValueError as error:
+            raise DataError("the tokenizer has no chat template", got=error) from None
+
+    def _texts_of_stop_tokens(self) -> tuple[str, ...]:
+        texts = self.tokenizer.convert_ids_to_tokens(sorted(self.stop_token_ids))
+        if any(text is None for text in texts):
+            raise DataError(
+                "a stop token is not in the tokenizer's vocabulary",
+                got=sorted(self.stop_token_ids),
+                expected=f"ids below {len(self.tokenizer)}",
+            )
+        return tuple(texts)
+
+    def _refuse_stop_tokens_in_text(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        for index, message in enumerate(messages):
+            for stop in self._stop_texts:
+                if any(stop in text for text in _strings(message)):
+                    raise DataError(f"messages[{index}] contains the stop token {stop} as text")
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], **args: Any) -> Any:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=True,
+                return_dict=True,
+                **{**self.template_args, **args},
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"the chat template refuses the chat: {error}") from None
+
+    def _encode(self, messages: Sequence[Mapping[str, Any]], **args: Any) -> list[int]:
+        return list(self._apply(messages, **args)["input_ids"])
+
+    def _masked_by_template(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], list[bool]]:
+        encoded = self._apply(messages, return_assistant_tokens_mask=True)
+        return list(encoded["input_ids"]), [bool(value) for value in encoded["assistant_masks"]]
+
+    def _masked_by_prefixes(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], list[bool]]:
+        input_ids = self._encode(messages)
+        loss_mask = [False] * len(input_ids)
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                start = self._prompt_length(messages[:index], input_ids)
+                stop = self._turn_end(messages[: index + 1], input_ids)
+                loss_mask[start:stop] = [True] * (stop - start)
+        return input_ids, loss_mask
+
+    def _prompt_length(self, before: Sequence[Mapping[str, Any]], input_ids: list[int]) -> int:
+        if not before:
+            raise DataError(
+                "the chat starts with an assistant message, so there is no prompt before it",
+                remedy="start the chat with a system or user message",
+            )
+        for args in _PROMPT_ARGS:
+            prompt = self._encode(before, add_generation_prompt=True, **args)
+            if input_ids[: len(prompt)] == prompt:
+                return len(prompt)
+        raise DataError(
+            f"the generation prompt before messages[{len(before)}] is no prefix of the chat, "
+            "so its assistant tokens cannot be told",
+            remedy="use a template with {% generation %} markers, or see data.chat_template_args",
+        )
+
+    def _turn_end(self, upto: Sequence[Mapping[str, Any]], input_ids: list[int]) -> int:
+        turn = self._encode(upto)
+        if input_ids[: len(turn)] == turn:
+            return len(turn)
+        raise DataError(
+            f"the chat up to messages[{len(upto) - 1}] is no prefix of the whole chat: the "
+            "template changes earlier turns (many drop their reasoning)",
+            remedy="data.chat_template_args.clear_thinking = false keeps reasoning in GLM "
+            "templates; or remove reasoning from all turns but those after the last user message",
+        )
+
+    def _settle_stop_tokens(
+        self,
+        input_ids: list[int],
+        loss_mask: list[bool],
+        messages: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """End every assistant span right after its stop token, in place."""
+        for start, end in _spans(loss_mask):
+            stops = [i for i in range(start, end) if input_ids[i] in self.stop_token_ids]
+            if stops:
+                # What a template writes after the stop token is never generated.
+                loss_mask[stops[0] + 1 : end] = [False] * (end - stops[0] - 1)
+            elif end < len(input_ids):
+                # Another token than a stop token here is a boundary that the model cannot end on.
+                loss_mask[end] = input_ids[end] in self.stop_token_ids
+            else:
+                input_ids.append(self._next_stop_token(input_ids, messages))
+                loss_mask.append(True)
+
+    def _next_stop_token(self, input_ids: list[int], messages: Sequence[Mapping[str, Any]]) -> int:
+        """Return what stops the last turn: the next role's token, else the tokenizer's eos."""
+        role = "tool" if messages[-1].get("tool_calls") else "user"
+        probe = self._encode([*messages, {"role": role, "content": "x"}])
+        after = probe[len(input_ids) : len(input_ids) + 1]
+        if probe[: len(input_ids)] == input_ids and after and after[0] in self.stop_token_ids:
+            return int(after[0])
+        eos = self.tokenizer.eos_token_id
+        return int(eos) if eos in self.stop_token_ids else min(self.stop_token_ids)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(item)
+
+
+def _spans(mask: Sequence[bool]) -> list[tuple[int, int]]:
+    """Return [start, end) of every run of True."""
+    edges = np.flatnonzero(np.diff(np.array([False, *mask, False], dtype=np.int8)))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def tokenize_chats(chats: Iterable[Chat], chat_tokenizer: ChatTokenizer) -> list[TokenizedChat]:
+    """Tokenise all chats.
+
+    Raises:
+        DataError: one that lists every chat that cannot be tokenised, with its file and line;
+            or what the chats' reader raises.
+    """
+    problems, tokenized, remedies = Problems(), [], []
+    for chat in chats:
+        try:
+            tokenized.append(chat_tokenizer(chat.messages, chat.source))
+        except DataError as error:
+            problems.add(chat.source, error.what)
+            remedies.append(error.remedy)
+    problems.raise_if_any("chats that cannot be tokenised", next(filter(None, remedies), None))
+    return tokenized

@@ -1,0 +1,168 @@
+"""Read chats from JSONL and Parquet files, and report every bad line with its place."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from glm5.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+MAX_SHOWN_PROBLEMS = 20
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One conversation: messages as the chat template takes them, and its `file:line`."""
+
+    messages: tuple[dict[str, Any], ...]
+    source: str
+
+
+@dataclass
+class Problems:
+    """Collects what is wrong, place by place, so that one error can tell all of it."""
+
+    count: int = 0
+    shown: list[str] = field(default_factory=list)
+
+    def add(self, source: str, reason: str) -> None:
+        """Note one problem; the first 20 are kept word by word, the rest counted."""
+        self.count += 1
+        if len(self.shown) < MAX_SHOWN_PROBLEMS:
+            self.shown.append(f"{source}: {reason}")
+
+    def raise_if_any(self, what: str, remedy: str | None = None) -> None:
+        """Raise one DataError that lists the problems; do nothing when there are none."""
+        if not self.count:
+            return
+        hidden = self.count - len(self.shown)
+        lines = [*self.shown, f"... and {hidden} more"] if hidden else self.shown
+        raise DataError("\n    ".join([f"{what}: {self.count}", *lines]), remedy=remedy)
+
+
+class _BadRow(Exception):
+    """Why one row is no chat."""
+
+
+def iter_chats(paths: Sequence[Path], *, max_samples: int | None = None) -> Iterator[Chat]:
+    """Yield the chats of .jsonl and .parquet files in order, holding one row at a time.
+
+    A row is an object with `messages`: a non-empty list of objects with `role` (system,
+    user, assistant or tool) and `content` (a string), at least one of them an assistant's.
+    Other columns are ignored; other keys of a message (reasoning_content, tool_calls) go to
+    the chat template. Blank lines are skipped.
+
+    Raises:
+        DataError: after the last row, when any row was bad: each with file and line (or row)
+            number, counted from 1; at once when a file is missing, unreadable or of another
+            kind; at the end when there was no chat at all.
+    """
+    problems, num_chats = Problems(), 0
+    for source, raw in _iter_rows(paths):
+        if num_chats == max_samples:
+            break
+        try:
+            messages = _messages_of(_decode(raw))
+        except _BadRow as error:
+            problems.add(source, str(error))
+            continue
+        num_chats += 1
+        yield Chat(messages, source)
+    problems.raise_if_any("bad rows in the data")
+    if not num_chats:
+        raise DataError("no chats in the data", got=", ".join(str(path) for path in paths))
+
+
+def _iter_rows(paths: Sequence[Path]) -> Iterator[tuple[str, Any]]:
+    readers = {".jsonl": _iter_jsonl, ".parquet": _iter_parquet}
+    for path in paths:
+        reader = readers.get(path.suffix)
+        if reader is None:
+            raise DataError(f"{path}: unknown kind of data file", expected=" or ".join(readers))
+        if not path.is_file():
+            raise DataError(f"{path}: no such data file")
+        try:
+            yield from reader(path)
+        except OSError as error:
+            raise DataError(f"{path}: cannot read the data file", got=error) from None
+
+
+def _iter_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}:{number}", line
+
+
+def _iter_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            if "messages" not in file.schema_arrow.names:
+                raise DataError(f"{path}: no column messages", got=file.schema_arrow.names)
+            number = 0
+            for batch in file.iter_batches(batch_size=256, columns=["messages"]):
+                for cell in batch.column(0):
+                    number += 1
+                    yield f"{path}:row {number}", cell
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: not a readable Parquet file", got=error) from None
+
+
+def _decode(raw: Any) -> Any:
+    try:
+        if isinstance(raw, bytes):
+            return json.loads(raw.decode("utf-8"))
+        return {"messages": _without_nulls(raw.as_py())}
+    except UnicodeDecodeError as error:
+        raise _BadRow(f"invalid UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise _BadRow(f"invalid JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise _BadRow(f"unreadable: {error}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    # Parquet gives every struct all fields of its type; null stands for an absent key.
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _messages_of(row: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(row, dict):
+        raise _BadRow(f"not an object but {_kind(row)}")
+    messages = row.get("messages")
+    if messages is None:
+        raise _BadRow("no messages")
+    if not isinstance(messages, list):
+        raise _BadRow(f"messages is not a list but {_kind(messages)}")
+    if not messages:
+        raise _BadRow("messages is empty")
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]")
+    if all(message["role"] != "assistant" for message in messages):
+        raise _BadRow("no assistant message, so there is nothing to learn")
+    return tuple(messages)
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, Mapping):
+        raise _BadRow(f"{where} is not an object but {_kind(message)}")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise _BadRow(f"{where}.role is {role!r}, expected one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise _BadRow(f"{where}.content is not a string but {_kind(content)}")
+    if any("\ud800" <= char <= "\udfff" for char in content):
+        raise _BadRow(f"{where}.content has half of a surrogate pair, which is not text")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    names |= {int: "a number", float: "a number", type(None): "null"}
+    return names.get(type(value), type(value).__name__)

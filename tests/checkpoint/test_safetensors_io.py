@@ -1,0 +1,360 @@
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from glm5.checkpoint.safetensors_io import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SafetensorsReader,
+    SafetensorsWriter,
+)
+from glm5.errors import CheckpointError
+
+SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def write(folder: Path, *, max_shard_bytes: int = 100) -> dict[str, torch.Tensor]:
+    """Two shards: `a` and `c` in the first, `b` in the second."""
+    tensors = {"a": torch.randn(3, 5), "c": torch.tensor(7, dtype=torch.int64), "b": torch.randn(9)}
+    with SafetensorsWriter(folder, max_shard_bytes) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    return tensors
+
+
+def edit_index(folder: Path, **weight_map: str | None) -> None:
+    index = json.loads((folder / INDEX_FILE).read_text())
+    index["weight_map"] |= weight_map
+    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v is not None}
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+
+
+def test_round_trip_is_bitwise_and_shards_have_their_size(tmp_path: Path) -> None:
+    tensors = write(tmp_path / "m")
+    files = sorted(path.name for path in (tmp_path / "m").iterdir())
+    assert files == [SHARD_1, SHARD_2, INDEX_FILE]
+    index = json.loads((tmp_path / "m" / INDEX_FILE).read_text())
+    assert index == {
+        "metadata": {"total_size": 60 + 8 + 36},
+        "weight_map": {"a": SHARD_1, "b": SHARD_2, "c": SHARD_1},
+    }
+    with SafetensorsReader(tmp_path / "m") as reader:
+        assert set(reader.names()) == set(tensors)
+        for name, tensor in tensors.items():
+            assert torch.equal(reader.read(name), tensor)
+            assert reader.read(name).dtype == reader.dtype(name) == tensor.dtype
+            assert reader.shape(name) == tuple(tensor.shape)
+        assert reader.file_of("b") == tmp_path / "m" / SHARD_2
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.uint8]
+)
+def test_dtypes_survive(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.arange(12).reshape(3, 4).to(dtype)
+    with SafetensorsWriter(tmp_path / "m") as writer:
+        writer.add("w", tensor)
+    reader = SafetensorsReader(tmp_path / "m")
+    assert reader.dtype("w") == dtype
+    assert torch.equal(reader.read("w").view(torch.uint8), tensor.view(torch.uint8))
+    part = reader.read_slice("w", 1, 1, 3)
+    assert torch.equal(part.float(), tensor[:, 1:3].float())
+
+
+def test_a_tensor_of_exactly_the_limit_and_one_above_it(tmp_path: Path) -> None:
+    with SafetensorsWriter(tmp_path / "m", max_shard_bytes=40) as writer:
+        for name, size in {"a": 5, "b": 5, "c": 1, "d": 11, "e": 0}.items():
+            writer.add(name, torch.zeros(size))
+    weight_map = json.loads((tmp_path / "m" / INDEX_FILE).read_text())["weight_map"]
+    shards = {name: int(file[6:11]) for name, file in weight_map.items()}
+    assert shards == {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4}
+    assert SafetensorsReader(tmp_path / "m").read("e").shape == (0,)
+
+
+def test_a_single_file_without_index(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / SINGLE_FILE)
+    assert torch.equal(SafetensorsReader(tmp_path).read("w"), torch.ones(2))
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"w": SINGLE_FILE}}))
+    with pytest.raises(CheckpointError, match="holds both"):
+        SafetensorsReader(tmp_path)
+
+
+def test_slices(tmp_path: Path) -> None:
+    a = write(tmp_path / "m")["a"]
+    reader = SafetensorsReader(tmp_path / "m")
+    assert torch.equal(reader.read_slice("a", 0, 1, 3), a[1:3])
+    assert torch.equal(reader.read_slice("a", 1, 4, 5), a[:, 4:5])
+    assert reader.read_slice("a", 1, 0, 3).is_contiguous()
+    assert reader.read_slice("a", 0, 2, 2).shape == (0, 5)
+    for dim, start, stop in [(0, 0, 4), (1, -1, 2), (0, 2, 1), (2, 0, 1), (-1, 0, 1)]:
+        with pytest.raises(CheckpointError, match="a has no such slice"):
+            reader.read_slice("a", dim, start, stop)
+
+
+def test_tensors_own_their_memory_and_outlive_the_reader(tmp_path: Path) -> None:
+    a = write(tmp_path / "m")["a"]
+    reader = SafetensorsReader(tmp_path / "m")
+    whole, part = reader.read("a"), reader.read_slice("a", 0, 0, 1)
+    reader.close()
+    reader.close()
+    assert whole.untyped_storage().nbytes() == a.nbytes
+    assert part.untyped_storage().nbytes() == a[:1].nbytes
+    assert torch.equal(reader.read("a"), whole)
+
+
+def test_the_writer_copies(tmp_path: Path) -> None:
+    buffer = torch.zeros(4, 6)
+    with SafetensorsWriter(tmp_path / "m") as writer:
+        writer.add("w", buffer.t())
+        buffer.fill_(1)
+        writer.add("half", buffer[:2])
+    reader = SafetensorsReader(tmp_path / "m")
+    assert torch.equal(reader.read("w"), torch.zeros(6, 4))
+    assert torch.equal(reader.read("half"), torch.ones(2, 6))
+
+
+def test_unknown_tensor(tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    with pytest.raises(CheckpointError, match="no tensor x in"):
+        SafetensorsReader(tmp_path / "m").read("x")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{}", "null", "{", '{"weight_map": {}}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'],
+)
+def test_a_bad_index(tmp_path: Path, content: str) -> None:
+    (tmp_path / INDEX_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=INDEX_FILE):
+        SafetensorsReader(tmp_path)
+
+
+def test_a_tensor_listed_twice(tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    text = (tmp_path / "m" / INDEX_FILE).read_text()
+    doubled = text.replace('"a":', f'"b": "{SHARD_1}", "a":')
+    (tmp_path / "m" / INDEX_FILE).write_text(doubled)
+    with pytest.raises(CheckpointError, match="repeated keys: 1: b"):
+        SafetensorsReader(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/etc/w.safetensors",
+        "../w.safetensors",
+        "sub/w.safetensors",
+        "..",
+        "",
+        "..\\w.safetensors",
+        "C:w.safetensors",
+        "weights.bin",
+    ],
+)
+def test_an_index_that_points_elsewhere(tmp_path: Path, file: str) -> None:
+    write(tmp_path / "m")
+    save_file({"a": torch.ones(1)}, tmp_path / "w.safetensors")
+    edit_index(tmp_path / "m", a=file)
+    with pytest.raises(CheckpointError, match="names a shard that it must not"):
+        SafetensorsReader(tmp_path / "m")
+
+
+@pytest.mark.parametrize("file", [SHARD_1, SINGLE_FILE])
+def test_a_link_out_of_the_folder(tmp_path: Path, file: str) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / file).symlink_to("../outside.safetensors")
+    if file == SHARD_1:
+        (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(CheckpointError, match="link out of its folder"):
+        SafetensorsReader(folder)
+
+
+def test_a_hub_snapshot_of_links_into_blobs(tmp_path: Path) -> None:
+    a = write(tmp_path / "m")["a"]
+    repo = tmp_path / "models--org--name"
+    snapshot = repo / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "m").rename(repo / "blobs")
+    for blob in (repo / "blobs").iterdir():
+        (snapshot / blob.name).symlink_to(Path("../../blobs") / blob.name)
+    assert torch.equal(SafetensorsReader(snapshot).read("a"), a)
+    (tmp_path / "linked").symlink_to(snapshot)
+    assert torch.equal(SafetensorsReader(tmp_path / "linked").read("a"), a)
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    (tmp_path / "m" / SHARD_2).unlink()
+    with pytest.raises(CheckpointError, match=f"{SHARD_2} is missing"):
+        SafetensorsReader(tmp_path / "m")
+
+
+def test_index_and_headers_that_disagree(tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    edit_index(tmp_path / "m", ghost=SHARD_1)
+    with pytest.raises(CheckpointError, match=f"(?s){SHARD_1} lacks tensors.*1: ghost"):
+        SafetensorsReader(tmp_path / "m")
+    edit_index(tmp_path / "m", ghost=None, c=None)
+    with pytest.raises(CheckpointError, match=f"(?s){SHARD_1} holds tensors.*1: c"):
+        SafetensorsReader(tmp_path / "m")
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    save_file({"a": torch.ones(1), "b": torch.ones(9)}, tmp_path / "m" / SHARD_2)
+    with pytest.raises(CheckpointError, match=f"(?s){SHARD_2} holds tensors.*1: a"):
+        SafetensorsReader(tmp_path / "m")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 40, -1])
+def test_a_truncated_shard(tmp_path: Path, keep: int) -> None:
+    write(tmp_path / "m")
+    shard = tmp_path / "m" / SHARD_2
+    shard.write_bytes(shard.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=f"{SHARD_2} cannot be read"):
+        SafetensorsReader(tmp_path / "m")
+
+
+def test_a_shard_that_is_no_safetensors_file(tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    (tmp_path / "m" / SHARD_1).write_bytes(b"PK\x03\x04" + bytes(200))
+    with pytest.raises(CheckpointError, match=f"{SHARD_1} cannot be read"):
+        SafetensorsReader(tmp_path / "m")
+
+
+def test_pickles_are_never_loaded(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError, match=r"(?s)never loaded: pytorch_model\.bin.*remedy"):
+        SafetensorsReader(tmp_path)
+
+
+def test_no_folder_and_an_empty_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no folder"):
+        SafetensorsReader(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="no safetensors weights"):
+        SafetensorsReader(tmp_path)
+
+
+def test_the_writer_refuses_duplicates(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match="w is written twice"),
+        SafetensorsWriter(tmp_path / "m", max_shard_bytes=1) as writer,
+    ):
+        writer.add("w", torch.ones(1))
+        writer.add("x", torch.ones(1))
+        writer.add("w", torch.ones(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_write_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        SafetensorsWriter(tmp_path / "m", max_shard_bytes=1) as writer,
+    ):
+        writer.add("w", torch.ones(1))
+        writer.add("x", torch.ones(1))
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert list((tmp_path / "m").iterdir()) == []
+
+
+def test_a_good_folder_is_never_replaced(tmp_path: Path) -> None:
+    a = write(tmp_path / "m")["a"]
+    with pytest.raises(CheckpointError, match="not an empty folder"):
+        SafetensorsWriter(tmp_path / "m")
+    # Another process finishes first.
+    writer = SafetensorsWriter(tmp_path / "n")
+    (tmp_path / "m").rename(tmp_path / "n")
+    with pytest.raises(CheckpointError, match="not an empty folder"):
+        writer.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["n"]
+    assert torch.equal(SafetensorsReader(tmp_path / "n").read("a"), a)
+
+
+def test_nothing_is_in_place_before_close(tmp_path: Path) -> None:
+    writer = SafetensorsWriter(tmp_path / "m", max_shard_bytes=1)
+    writer.add("w", torch.ones(1))
+    writer.add("x", torch.ones(1))
+    assert not (tmp_path / "m").exists()
+    writer.close()
+    assert set(SafetensorsReader(tmp_path / "m").names()) == {"w", "x"}
+
+
+def test_other_files(tmp_path: Path) -> None:
+    source = tmp_path / "tokenizer.json"
+    source.write_bytes(b"{}\r\n")
+    with SafetensorsWriter(tmp_path / "m") as writer:
+        writer.add("w", torch.ones(1))
+        writer.add_text("config.json", "{}")
+        writer.add_text("data/train.jsonl", "")
+        writer.copy_file(source)
+        for name in ("config.json", "../config.json", "/tmp/config.json"):
+            with pytest.raises(CheckpointError, match="cannot write a file"):
+                writer.add_text(name, "{}")
+    assert (tmp_path / "m" / "tokenizer.json").read_bytes() == b"{}\r\n"
+    assert (tmp_path / "m" / "data" / "train.jsonl").read_text() == ""
+
+
+def test_shards_are_readable_as_other_files_are(tmp_path: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        write(tmp_path / "m")
+    finally:
+        os.umask(mask)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "m").iterdir()}
+    assert modes == {0o644}
+
+
+STREAM = """
+import sys
+from pathlib import Path
+from glm5.checkpoint.safetensors_io import SafetensorsReader, SafetensorsWriter
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+for mode in ("slice", "read", "keep"):
+    before, peak, kept = resident_mib(), 0, []
+    with (
+        SafetensorsReader(sys.argv[1]) as reader,
+        SafetensorsWriter(f"{sys.argv[2]}/{mode}", 2**23) as writer,
+    ):
+        for name in reader.names():
+            rows = 32 if mode == "slice" else 1024
+            tensor = reader.read_slice(name, 0, 0, rows)
+            writer.add(name, tensor)
+            kept += [tensor] if mode == "keep" else []
+            peak = max(peak, resident_mib() - before)
+    print(round(peak))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_is_a_few_shards_not_the_model(tmp_path: Path) -> None:
+    """128 MiB in shards of 8 MiB; keeping the tensors shows that the measure sees what is held."""
+    with SafetensorsWriter(tmp_path / "model", 2**23) as writer:
+        for i in range(32):
+            writer.add(f"w{i}", torch.full((1024, 1024), float(i)))
+    command = [sys.executable, "-c", STREAM, str(tmp_path / "model"), str(tmp_path)]
+    source = Path(__file__).parents[2] / "src"
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    print(result.stdout)
+    part, streamed, kept = map(int, result.stdout.split())
+    assert part < 16
+    assert streamed < 48
+    assert kept > 100
+    last = SafetensorsReader(tmp_path / "read").read("w31")
+    assert torch.equal(last, torch.full((1024, 1024), 31.0))
+    shutil.rmtree(tmp_path)
