@@ -412,6 +412,9 @@ def test_verify_finds_wrong_factors(hf_dir: Path, config: Glm5Config, tmp_path: 
     other_layer = make_factors(config, lambda name: name.startswith("model.layers.2.mlp.experts"))
     with pytest.raises(AdapterError, match="PEFT added"):
         verify(tmp_path / "adapter", hf_dir, other_layer)
+    with pytest.raises(AdapterError, match="lacks linears"):
+        more = {f"model.layers.3.mlp.experts.{NUM_EXPERTS}.up_proj": factors[path]}
+        verify(tmp_path / "adapter", hf_dir, factors | more)
     with pytest.raises(AdapterError, match="another delta"):
         verify_peft_adapter(tmp_path / "adapter", hf_dir, factors, rank=RANK, alpha=ALPHA + 1e-4)
 

@@ -59,12 +59,15 @@ def verify_peft_adapter(
     wrapped = dict(_wrapped_weights(model))
     _check_weights(set(wrapped), set(peft_weights(factors)))
     worst_error = worst_ratio = 0.0
+    unseen = set(factors)
     for weight, layer in wrapped.items():
         delta = layer.get_delta_weight(_ADAPTER).detach()
         for path, part in _linear_deltas(weight, delta):
-            pair = factors.get(path)
-            error, ratio = _compare(path, part, pair, alpha / rank)
+            error, ratio = _compare(path, part, factors.get(path), alpha / rank)
             worst_error, worst_ratio = max(worst_error, error), max(worst_ratio, ratio)
+            unseen.discard(path)
+    if unseen:
+        raise AdapterError("PEFT's model lacks linears of the adapter", got=summarise(unseen))
     return AdapterReport(num_tensors, len(factors), len(wrapped), worst_error, worst_ratio)
 
 
@@ -96,7 +99,7 @@ def load_peft_model(
     )
     try:
         with warnings.catch_warnings():
-            # A false alarm: PEFT looks for the patterns among modules, but applies them to parameters.
+            # A false alarm: PEFT looks for them among modules, but applies them to parameters.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
             model = PeftModel.from_pretrained(base, str(folder), adapter_name=_ADAPTER)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:

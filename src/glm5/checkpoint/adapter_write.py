@@ -59,14 +59,8 @@ def write_peft_adapter(
     weights = peft_weights(factors)
     num_experts = config.n_routed_experts
     with _atomic_folder(Path(folder)) as staging:
-        _write_config(
-            staging,
-            weights,
-            peft_weights(linears),
-            rank=rank,
-            alpha=alpha,
-            base_name=base_name,
-        )
+        all_weights = peft_weights(linears)
+        _write_config(staging, weights, all_weights, rank=rank, alpha=alpha, base_name=base_name)
         write_adapter_file(
             staging / WEIGHTS_FILE,
             _shapes(weights, linears, rank=rank, num_experts=num_experts),

@@ -25,9 +25,7 @@ def _linear(hf: str, mcore: str) -> Rename:
 
 
 def _gated_mlp(hf: str, mcore: str) -> tuple[GatedPair, Rename]:
-    fc1 = GatedPair(
-        f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight", f"{mcore}.linear_fc1.weight"
-    )
+    fc1 = GatedPair(f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight", f"{mcore}.linear_fc1.weight")
     return fc1, _linear(f"{hf}.down_proj", f"{mcore}.linear_fc2")
 
 

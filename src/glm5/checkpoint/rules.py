@@ -158,9 +158,7 @@ class GatedPair:
         return [_join(parts, partition_dim) for parts in halves]
 
 
-def check_total(
-    rules: Iterable[Rule], hf_names: Iterable[str], mcore_names: Iterable[str]
-) -> None:
+def check_total(rules: Iterable[Rule], hf_names: Iterable[str], mcore_names: Iterable[str]) -> None:
     """Check that the rules use every source once and make every target once.
 
     Raises CheckpointError that lists missing, unexpected and repeated names of each side.

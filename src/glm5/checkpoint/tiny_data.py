@@ -14,7 +14,7 @@ Message = dict[str, str]
 
 
 def tiny_chats(seed: int) -> tuple[str, str]:
-    """The train and the eval set as JSONL of `{"messages": [...]}`; no first question is in both."""
+    """The train and the eval set as JSONL of `{"messages": [...]}`, with no question in both."""
     rng = random.Random(seed)
     chats: dict[str, list[Message]] = {}
     while len(chats) < NUM_TRAIN_CHATS + NUM_EVAL_CHATS:

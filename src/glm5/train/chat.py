@@ -204,16 +204,20 @@ class ChatTokenizer:
                 # Another token than a stop token here is a boundary that the model cannot end on.
                 loss_mask[end] = input_ids[end] in self.stop_token_ids
             else:
-                input_ids.append(self._next_stop_token(input_ids, messages))
+                # A tool call is followed by its result, any other last turn by the user.
+                after = "tool" if messages[-1].get("tool_calls") else "user"
+                input_ids.append(self._stop_token_before(after))
                 loss_mask.append(True)
 
-    def _next_stop_token(self, input_ids: list[int], messages: Sequence[Mapping[str, Any]]) -> int:
-        """Return what stops the last turn: the next role's token, else the tokenizer's eos."""
-        role = "tool" if messages[-1].get("tool_calls") else "user"
-        probe = self._encode([*messages, {"role": role, "content": "x"}])
-        after = probe[len(input_ids) : len(input_ids) + 1]
-        if probe[: len(input_ids)] == input_ids and after and after[0] in self.stop_token_ids:
-            return int(after[0])
+    def _stop_token_before(self, role: str) -> int:
+        """Return the token that a next message of `role` starts with, if it stops; else eos."""
+        # A chat of its own: the next message may change what a template writes for earlier ones.
+        turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+        shorter = self._encode(turn)
+        longer = self._encode([*turn, {"role": role, "content": "x"}])
+        following = longer[len(shorter) : len(shorter) + 1]
+        if longer[: len(shorter)] == shorter and following and following[0] in self.stop_token_ids:
+            return int(following[0])
         eos = self.tokenizer.eos_token_id
         return int(eos) if eos in self.stop_token_ids else min(self.stop_token_ids)
 

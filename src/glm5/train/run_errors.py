@@ -92,7 +92,8 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     if close:
         return f"; the nearest known name is {parent + '.' if parent else ''}{close[0]}"
     leaves = {n.rpartition(".")[2]: n for n in known}
-    far = get_close_matches(key, list(leaves), n=1)
+    # In another section only a slip of the pen is meant, not a word of the same length.
+    far = get_close_matches(key, list(leaves), n=1, cutoff=0.8)
     if far:
         return f"; the nearest known name is {leaves[far[0]]}"
     return f"; known here are {', '.join(siblings)}"

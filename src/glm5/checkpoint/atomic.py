@@ -1,0 +1,41 @@
+"""Folders that appear complete or not at all."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from glm5.errors import CheckpointError
+
+
+@contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A hidden sibling to write in; it becomes `folder` on success and is removed otherwise.
+
+    Raises:
+        CheckpointError: `folder` exists and is not an empty folder.
+    """
+    folder = Path(folder).absolute()
+    check_is_free(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # a sibling, so that the final rename stays within one file system
+    staging = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
+    staging.mkdir()
+    try:
+        yield staging
+        # rename replaces nothing but an empty folder, also if another process was faster
+        staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_is_free(folder: Path) -> None:
+    """Raise CheckpointError unless the folder is absent or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            f"{folder} already exists and is not an empty folder",
+            remedy="choose another folder, or remove this one first",
+        )

@@ -1,0 +1,111 @@
+"""Saves and loads sharded state through megatron.core.dist_checkpointing, without trusting pickles."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from glm5.errors import CheckpointError
+
+# torch.distributed.checkpoint pickles its index; these are the names that an index needs.
+_INDEX_GLOBALS = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size", "device"},
+    "torch._utils": {"_get_layout"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+}
+_INDEX_FILE = ".metadata"
+# Older Megatron releases pickled the common state into this file.
+_LEGACY_FILE = "common.pt"
+
+
+def save_sharded(folder: Path, state: dict[str, Any]) -> None:
+    """Writes `state` (sharded tensors and plain values) into the empty `folder`; collective."""
+    with _results_in_process():
+        dist_checkpointing.save(state, str(folder))
+
+
+def load_sharded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint's values for the sharded tensors of `state`, and its plain values; collective.
+
+    Raises:
+        CheckpointError: not such a checkpoint, another set of tensors, or an index that names code.
+    """
+    _check_index(folder)
+    try:
+        loaded, missing, unexpected = dist_checkpointing.load(
+            state, str(folder), strict=dist_checkpointing.validation.StrictHandling.RETURN_ALL
+        )
+    except dist_checkpointing.core.CheckpointingException as error:
+        raise CheckpointError(f"{folder} cannot be loaded", got=error) from error
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{folder} holds another set of tensors",
+            got=f"missing {sorted(missing)[:10]}, unexpected {sorted(unexpected)[:10]}",
+            remedy="load it with the configuration that it was saved with",
+        )
+    return loaded
+
+
+@contextmanager
+def _results_in_process() -> Iterator[None]:
+    """Collects the writer threads' results in this process.
+
+    Megatron starts a manager process for that even when it saves synchronously, and spawning one runs
+    a user's script again unless the script has a main guard.
+    """
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Reads an index of torch.distributed.checkpoint and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and name.islower() and name.rstrip("0123456789_fnuze")
+        if name in _INDEX_GLOBALS.get(module, ()) or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _check_index(folder: Path) -> None:
+    index = folder / _INDEX_FILE
+    if not index.is_file() or (folder / _LEGACY_FILE).exists():
+        raise CheckpointError(
+            f"{folder} is not a Megatron-Core checkpoint of this project",
+            got="common.pt, which is a pickle" if index.is_file() else f"no {_INDEX_FILE}",
+            expected="a folder that glm5 wrote",
+            remedy="convert the Hugging Face checkpoint again",
+        )
+    try:
+        with index.open("rb") as file:
+            _IndexUnpickler(file).load()
+    except Exception as error:
+        raise CheckpointError(
+            f"{index} is damaged, or holds more than an index",
+            got=error,
+            expected="the pickled index of torch.distributed.checkpoint",
+            remedy="do not load checkpoints of unknown origin",
+        ) from error

@@ -1,0 +1,144 @@
+import pytest
+import torch
+from tests.ops import oracles
+from torch import Tensor
+
+from glm5.errors import BackendError
+from glm5.ops.indexer_kl.reference import indexer_kl
+from glm5.ops.sparse_mla.reference import sparse_mla
+
+SCALE = 0.4
+
+
+def _inputs(t_q: int, t_k: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Index q, k and weights (with gradients), then q and kv."""
+    shapes = ((t_q, 3, 4), (t_k, 4), (t_q, 3), (t_q, 2, 5), (t_k, 5))
+    tensors = [torch.randn(s, dtype=dtype) for s in shapes]
+    return [x.requires_grad_() for x in tensors[:3]] + tensors[3:]
+
+
+def _bounds_mask(starts: Tensor, ends: Tensor, t_k: int) -> Tensor:
+    return torch.stack(
+        [
+            (torch.arange(t_k) >= s) & (torch.arange(t_k) < e)
+            for s, e in zip(starts, ends, strict=True)
+        ]
+    )
+
+
+def _selection_mask(topk_indices: Tensor, t_k: int) -> Tensor:
+    return torch.stack([torch.isin(torch.arange(t_k), row) for row in topk_indices])
+
+
+def _oracle(inputs: list[Tensor], mask: Tensor) -> Tensor:
+    return oracles.kl(oracles.index_scores(*inputs[:3]), *inputs[3:], mask, SCALE)
+
+
+def _assert_equal_with_gradients(kl: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    torch.testing.assert_close(kl, expected)
+    grad = torch.randn_like(kl)
+    expected_grads = torch.autograd.grad(expected, inputs[:3], grad)
+    for ours, theirs in zip(torch.autograd.grad(kl, inputs[:3], grad), expected_grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("t_q", "t_k", "topk"), [(1, 1, 1), (7, 7, 3), (4, 9, 12), (9, 4, 2)])
+@pytest.mark.parametrize("give_lse", [True, False])
+def test_sparse_form(t_q: int, t_k: int, topk: int, give_lse: bool) -> None:
+    inputs = _inputs(t_q, t_k)
+    indices = oracles.random_selection(t_q, t_k, topk)
+    lse = sparse_mla(inputs[3], inputs[4], indices, SCALE, 5)[1] if give_lse else None
+    kl = indexer_kl(*inputs, lse, SCALE, topk_indices=indices)
+    assert kl.shape == (t_q,)
+    assert kl[0] == 0
+    _assert_equal_with_gradients(kl, _oracle(inputs, _selection_mask(indices, t_k)), inputs)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (5,), (4, 1, 6)])
+@pytest.mark.parametrize("give_lse", [True, False])
+def test_dense_form(lengths: tuple[int, ...], give_lse: bool) -> None:
+    t = sum(lengths)
+    inputs, (starts, ends) = _inputs(t, t), oracles.causal_bounds(*lengths)
+    ends[0] = 0
+    mask = _bounds_mask(starts, ends, t)
+    logits = torch.einsum("thd,sd->ths", inputs[3], inputs[4]) * SCALE
+    lse = logits.masked_fill(~mask[:, None], -torch.inf).logsumexp(-1) if give_lse else None
+    kl = indexer_kl(*inputs, lse, SCALE, starts=starts, ends=ends)
+    _assert_equal_with_gradients(kl, _oracle(inputs, mask), inputs)
+
+
+def test_gradcheck() -> None:
+    inputs, indices = _inputs(4, 6), oracles.random_selection(4, 6, 3)
+
+    def function(*index_inputs: Tensor) -> Tensor:
+        return indexer_kl(*index_inputs, *inputs[3:], None, SCALE, topk_indices=indices)
+
+    assert torch.autograd.gradcheck(function, inputs[:3])
+
+
+def test_attention_is_a_constant() -> None:
+    inputs = [x.detach().requires_grad_() for x in _inputs(5, 5)]
+    starts, ends = oracles.causal_bounds(5)
+    indexer_kl(*inputs, None, SCALE, starts=starts, ends=ends).sum().backward()
+    assert [x.grad is not None for x in inputs] == [True, True, True, False, False]
+
+
+def test_zero_only_where_the_distributions_agree() -> None:
+    """One head whose index score equals its attention logit, all logits being positive."""
+    q, kv = torch.rand(4, 1, 3), torch.rand(4, 3)
+    starts, ends = oracles.causal_bounds(4)
+    weights = torch.full((4, 1), SCALE)
+    agreeing = indexer_kl(q, kv, weights, q, kv, None, SCALE, starts=starts, ends=ends)
+    assert agreeing.abs().max() < 1e-6
+    differing = indexer_kl(q, kv, 9 * weights, q, kv, None, SCALE, starts=starts, ends=ends)
+    assert differing[1:].min() > 1e-6
+
+
+def test_bf16_gradients_keep_their_dtypes() -> None:
+    index_q, index_k, weights, q, kv = (x.detach() for x in _inputs(6, 6, torch.float32))
+    inputs = [x.bfloat16().requires_grad_() for x in (index_q, index_k)]
+    inputs += [weights.requires_grad_(), q.bfloat16(), kv.bfloat16()]
+    indices = oracles.random_selection(6, 6, 3)
+    _, lse = sparse_mla(*inputs[3:], indices, SCALE, 5)
+    kl = indexer_kl(*inputs, lse, SCALE, topk_indices=indices)
+    assert kl.dtype == torch.float32
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = _oracle(exact, _selection_mask(indices, 6))
+    torch.testing.assert_close(kl.double(), expected, atol=1e-5, rtol=1e-5)
+    grads = torch.autograd.grad(kl.sum(), inputs[:3])
+    assert [g.dtype for g in grads] == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_chunks_change_only_rounding(request: pytest.FixtureRequest) -> None:
+    inputs, indices = _inputs(9, 9), oracles.random_selection(9, 9, 4)
+    whole = indexer_kl(*inputs, None, SCALE, topk_indices=indices)
+    request.getfixturevalue("tiny_chunks")
+    rowwise = indexer_kl(*inputs, None, SCALE, topk_indices=indices)
+    _assert_equal_with_gradients(rowwise, whole, inputs)
+
+
+@pytest.mark.parametrize(("t_q", "t_k"), [(0, 0), (0, 3), (3, 0)])
+def test_no_queries_or_no_keys(t_q: int, t_k: int) -> None:
+    inputs = _inputs(t_q, t_k)
+    indices = torch.full((t_q, 2), -1, dtype=torch.int32)
+    kl = indexer_kl(*inputs, None, SCALE, topk_indices=indices)
+    assert (kl == 0).all()
+    for x, grad in zip(inputs, torch.autograd.grad(kl.sum(), inputs[:3]), strict=False):
+        assert torch.equal(grad, torch.zeros_like(x))
+
+
+def test_wrong_inputs_raise() -> None:
+    inputs, (starts, ends) = _inputs(3, 3), oracles.causal_bounds(3)
+    indices = torch.zeros(3, 1, dtype=torch.int32)
+    for keys in (
+        {},
+        {"starts": starts},
+        {"topk_indices": indices, "starts": starts, "ends": ends},
+        {"topk_indices": indices[:2]},
+    ):
+        with pytest.raises(BackendError, match="exactly one key set"):
+            indexer_kl(*inputs, None, SCALE, **keys)
+    inputs[1] = inputs[1][:2]
+    with pytest.raises(BackendError, match="do not fit together"):
+        indexer_kl(*inputs, None, SCALE, topk_indices=indices)
