@@ -103,7 +103,13 @@ def test_tensors_own_their_memory_and_outlive_the_reader(tmp_path: Path) -> None
     reader.close()
     assert whole.untyped_storage().nbytes() == a.nbytes
     assert part.untyped_storage().nbytes() == a[:1].nbytes
-    assert torch.equal(reader.read("a"), whole)
+    assert torch.equal(reader.read("a"), a)
+    # A tensor that were still a map of the file would now change with it.
+    file = reader.file_of("a")
+    with file.open("r+b") as shard:
+        shard.write(bytes(file.stat().st_size))
+    assert torch.equal(whole, a)
+    assert torch.equal(part, a[:1])
 
 
 def test_the_writer_copies(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ class Memory(NamedTuple):
 
 def measure_memory(function: Callable[[], Any]) -> tuple[Any, Memory]:
     """Run the function; every allocation counts, also those inside a torch operator."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    options = {"profile_memory": True, "acc_events": True}
+    with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
         result = function()
     events = profiler.profiler.kineto_results.events()
     sizes = [

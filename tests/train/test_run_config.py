@@ -133,7 +133,8 @@ def test_later_overrides_win_and_make_tables(tmp_path: Path) -> None:
         ("data.seq_lenght=3", "data.seq_lenght (from --set): unknown key; the nearest known name "
          "is data.seq_length"),
         ("trian.seed=3", "trian (from --set): unknown key; the nearest known name is train"),
-        ("train.lr=3", "train.lr (from --set): unknown key; the nearest known name is optimizer.lr"),
+        ("train.lr=3", "train.lr (from --set): unknown key; the nearest known name is "
+         "optimizer.lr"),
         ("lora.dropout=0.1", "lora.dropout (from --set): unknown key; known here are rank, alpha"),
         ("lr=0.1", "lr (from --set): unknown key; the nearest known name is optimizer.lr"),
         ("train.warmup_step=1", "nearest known name is optimizer.warmup_steps"),
@@ -308,3 +309,9 @@ def _env() -> dict[str, str]:
     import os
 
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")))
+def test_recipes_are_good(path: Path) -> None:
+    run = RunConfig.from_toml(path)
+    assert run.indexer_loss_coeff == 0

@@ -92,6 +92,8 @@ def _compare_layer(
     theirs = _as_mask(reference.selected[layer], visible)
     differs = mine ^ theirs
     rounding = (ours.scores[layer] - reference.scores[layer])[visible].abs().max()
+    # scores that are wrong must not pass for rounding, and so explain the picks they cause
+    rounding = rounding.clamp_max(LIMIT * float(reference.scores[layer][visible].abs().max()))
     kth = scores.masked_fill(~theirs, float("inf")).amin(1, keepdim=True)
     explained = (scores - kth).abs() <= 2 * rounding
     # both sides must also pick as many keys

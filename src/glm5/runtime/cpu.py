@@ -31,6 +31,9 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # the optimisers recognise dtypes by the name of the CUDA tensor type
+            return func(*args).replace("torch.", "torch.cuda.")
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):

@@ -18,12 +18,8 @@ def _inputs(t_q: int, t_k: int, dtype: torch.dtype = torch.float64) -> list[Tens
 
 
 def _bounds_mask(starts: Tensor, ends: Tensor, t_k: int) -> Tensor:
-    return torch.stack(
-        [
-            (torch.arange(t_k) >= s) & (torch.arange(t_k) < e)
-            for s, e in zip(starts, ends, strict=True)
-        ]
-    )
+    positions = torch.arange(t_k)
+    return (positions >= starts[:, None]) & (positions < ends[:, None])
 
 
 def _selection_mask(topk_indices: Tensor, t_k: int) -> Tensor:

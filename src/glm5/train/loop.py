@@ -1,0 +1,230 @@
+"""The training loop: steps, metrics, evaluation, checkpoints, and a clean stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from glm5.errors import ConfigError, Glm5Error
+from glm5.train.metrics import MetricsLog
+from glm5.train.packing import BatchOrder, PackedDataset, PackedRow, concat_rows
+from glm5.train.run_config import TrainSection
+from glm5.train.sft import forward_step
+from glm5.train.state import TrainState
+from glm5.train.stop import StopRequest
+
+
+class DivergedError(Glm5Error):
+    """The loss or the gradient is no longer a number."""
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """Loss summed over trained tokens, and how many there were, over all ranks."""
+
+    loss_sum: float
+    num_tokens: int
+
+    @property
+    def mean(self) -> float:
+        return self.loss_sum / self.num_tokens if self.num_tokens else math.nan
+
+
+class TrainLoop:
+    """Runs optimizer steps `first_step .. steps` (counted from 1)."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        train_data: PackedDataset,
+        eval_data: PackedDataset | None,
+        section: TrainSection,
+        *,
+        shuffle: bool,
+    ) -> None:
+        self.state = state
+        self.train_data = train_data
+        self.eval_data = eval_data
+        self.section = section
+        self.order = BatchOrder(len(train_data), section.global_batch_size, section.seed, shuffle)
+        self.forward_backward = get_forward_backward_func()
+        self._check_batch()
+        _connect(state)
+
+    def run(
+        self,
+        first_step: int,
+        log: MetricsLog | None,
+        save: Callable[[int], Any],
+        stop: StopRequest,
+    ) -> int:
+        """Trains until the last step or a stop; returns the last step taken, which is saved.
+
+        Raises:
+            DivergedError: a loss or gradient norm is NaN or infinite; nothing is saved after it.
+        """
+        window = _Window()
+        for step in range(first_step, self.section.steps + 1):
+            values = self._step(step)
+            window.add(values)
+            last = step == self.section.steps or _any_rank(stop.asked_by is not None)
+            if self._due(step, self.section.eval_every, last) and self.eval_data is not None:
+                values["eval_loss"] = self.evaluate(self.eval_data).mean
+            if log is not None and self._due(step, self.section.log_every, last):
+                log.log(step, {**values, **window.close()})
+            if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
+                raise _diverged(step, values)
+            if self._due(step, self.section.save_every, last):
+                save(step)
+            if last:
+                return step
+        return first_step - 1
+
+    def evaluate(self, data: PackedDataset) -> LossSum:
+        """Mean loss over all rows of `data`, without gradients."""
+        model = self.state.model
+        model.eval()
+        indices = list(range(len(data)))
+        reports = self._forward(data, _my_share(indices, 1), forward_only=True)
+        model.train()
+        return _sum_reports(reports, _device(self.state))
+
+    def _step(self, step: int) -> dict[str, float]:
+        started = time.perf_counter()
+        state = self.state
+        state.model.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        rows = self.order.rows(step - 1)
+        reports = self._forward(self.train_data, _my_share(rows, self.section.micro_batch_size))
+        _, grad_norm, _ = state.optimizer.step()
+        lr = state.optimizer.param_groups[0]["lr"]
+        state.scheduler.step(increment=1)
+        total = _sum_reports(reports, _device(state))
+        seconds = time.perf_counter() - started
+        num_tokens = sum(self.train_data[row].num_tokens for row in rows)
+        return {
+            "loss": total.mean,
+            "grad_norm": float(grad_norm),
+            "lr": lr,
+            "trained_tokens": total.num_tokens,
+            "tokens": num_tokens,
+            "step_seconds": seconds,
+        }
+
+    def _forward(
+        self,
+        data: PackedDataset,
+        micro_batches: Sequence[Sequence[int]],
+        *,
+        forward_only: bool = False,
+    ) -> list[dict[str, Tensor]]:
+        if not micro_batches:
+            return []
+        return self.forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=_batches(data, micro_batches),
+            model=[self.state.model],
+            num_microbatches=len(micro_batches),
+            # shapes are only exchanged between pipeline stages
+            seq_length=data.seq_length,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    @staticmethod
+    def _due(step: int, every: int, last: bool) -> bool:
+        return last or (every > 0 and step % every == 0)
+
+    def _check_batch(self) -> None:
+        ranks = parallel_state.get_data_parallel_world_size()
+        per_step = self.section.micro_batch_size * ranks
+        if self.section.global_batch_size % per_step:
+            raise ConfigError(
+                "the batch does not divide over the ranks",
+                got=f"global_batch_size {self.section.global_batch_size}, micro_batch_size "
+                f"{self.section.micro_batch_size}, {ranks} data-parallel ranks",
+                expected=f"a multiple of {per_step}",
+                remedy="change train.global_batch_size",
+            )
+
+
+class _Window:
+    """Tokens per second over the steps between two lines of the log."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def add(self, values: dict[str, float]) -> None:
+        self._tokens += values["tokens"]
+        self._seconds += values["step_seconds"]
+
+    def close(self) -> dict[str, float]:
+        rate = self._tokens / self._seconds if self._seconds else 0.0
+        self._tokens = self._seconds = 0.0
+        return {"tokens_per_second": rate}
+
+
+def _connect(state: TrainState) -> None:
+    """Tells Megatron's schedules how this run scales its loss and finishes its gradients."""
+    config = state.model.module.config
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = state.optimizer.scale_loss
+    config.no_sync_func = state.model.no_sync
+
+
+def _my_share(rows: Sequence[int], micro_batch_size: int) -> list[Sequence[int]]:
+    """This rank's micro-batches: micro-batch i of the step goes to rank i mod dp_size."""
+    starts = range(0, len(rows), micro_batch_size)
+    micro_batches = [rows[start : start + micro_batch_size] for start in starts]
+    rank = parallel_state.get_data_parallel_rank()
+    return micro_batches[rank :: parallel_state.get_data_parallel_world_size()]
+
+
+def _batches(
+    data: PackedDataset, micro_batches: Sequence[Sequence[int]]
+) -> Iterator[PackedRow]:
+    for rows in micro_batches:
+        yield concat_rows([data[row] for row in rows])
+
+
+def _sum_reports(reports: Sequence[dict[str, Tensor]], device: torch.device) -> LossSum:
+    """Adds up micro-batches and ranks: the one host sync of a step besides the gradient norm's."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for report in reports:
+        sums += torch.stack([report["loss_sum"].double(), report["num_tokens"].double()])
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    loss_sum, num_tokens = sums.tolist()
+    return LossSum(loss_sum, int(num_tokens))
+
+
+def _any_rank(flag: bool) -> bool:
+    """Ranks must stop at the same step, and a signal may reach only one of them."""
+    if dist.get_world_size() == 1:
+        return flag
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    flags = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
+def _device(state: TrainState) -> torch.device:
+    return next(state.model.parameters()).device
+
+
+def _diverged(step: int, values: dict[str, float]) -> DivergedError:
+    return DivergedError(
+        f"training diverged at step {step}",
+        got=f"loss {values['loss']}, grad_norm {values['grad_norm']}",
+        expected="finite numbers",
+        remedy="lower optimizer.lr or raise optimizer.warmup_steps, and resume from the last save",
+    )

@@ -1,0 +1,56 @@
+"""Megatron-Core's DDP wrapper, optimiser and learning-rate schedule for a run."""
+
+from __future__ import annotations
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from glm5.train.run_config import OptimizerSection
+
+
+def wrap_data_parallel(model: GPTModel) -> DistributedDataParallel:
+    """Gives trainable parameters fp32 gradient buffers; frozen ones get no gradient memory."""
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+    return DistributedDataParallel(model.config, config, model)
+
+
+def build_optimizer(model: DistributedDataParallel, section: OptimizerSection) -> MegatronOptimizer:
+    """AdamW over the trainable parameters, with fp32 copies of bf16 ones."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=section.lr,
+        min_lr=section.min_lr,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.beta1,
+        adam_beta2=section.beta2,
+        adam_eps=section.eps,
+        clip_grad=section.clip_grad,
+        bf16=model.module.config.bf16,
+        params_dtype=model.module.config.params_dtype,
+        use_distributed_optimizer=False,
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def build_scheduler(
+    optimizer: MegatronOptimizer, section: OptimizerSection, steps: int
+) -> OptimizerParamScheduler:
+    """Warm-up from 0 to lr, then down to min_lr at the last step; weight decay stays constant."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=section.lr,
+        min_lr=section.min_lr,
+        lr_warmup_steps=section.warmup_steps,
+        lr_decay_steps=steps,
+        lr_decay_style=section.schedule,
+        start_wd=section.weight_decay,
+        end_wd=section.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+        # the number of steps may be raised when a run resumes
+        override_opt_param_scheduler=True,
+        use_checkpoint_opt_param_scheduler=False,
+    )

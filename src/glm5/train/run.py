@@ -1,0 +1,208 @@
+"""`glm5 train`: from a run file to a trained checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.models.gpt import GPTModel
+from rich.console import Console
+
+from glm5.checkpoint.ckpt_dir import (
+    CheckpointRecord,
+    LoraRecord,
+    read_record,
+    saved_steps,
+    step_folder,
+)
+from glm5.checkpoint.hf_folder import hf_folder
+from glm5.checkpoint.load import load_model
+from glm5.config import Glm5Config
+from glm5.errors import ConfigError
+from glm5.lora.attach import LoraSpec, attach_lora
+from glm5.train.chat import ChatTokenizer, load_tokenizer, tokenize_chats
+from glm5.train.data import iter_chats
+from glm5.train.loop import TrainLoop
+from glm5.train.metrics import MetricsLog
+from glm5.train.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
+from glm5.train.packing import PackedDataset
+from glm5.train.run_config import RunConfig
+from glm5.train.state import TrainState, is_writer
+from glm5.train.stop import StopRequest
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended."""
+
+    checkpoint: Path
+    step: int
+    stopped_by: str | None
+    """Name of the signal that ended it early; None when all steps were taken."""
+
+
+def train(run: RunConfig, *, console: Console | None = None, quiet: bool = False) -> TrainResult:
+    """Trains as the run says, resuming where it may, and saves at the end or when stopped.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any step.
+        DivergedError: the loss is no longer a number.
+    """
+    folder = hf_folder(run.model.path)
+    resume_step = find_resume_step(run)
+    glm5 = Glm5Config.from_hf(folder)
+    train_data, eval_data = load_datasets(run, folder, glm5)
+    model = build_trainable(run, folder)
+    state = _train_state(run, model)
+    if resume_step:
+        state.load(step_folder(run.output.dir, resume_step))
+    loop = TrainLoop(state, train_data, eval_data, run.train, shuffle=run.data.shuffle)
+
+    def save(step: int) -> Path:
+        record = checkpoint_record(run, model, step)
+        return state.save(run.output.dir, record, folder, run.train.keep)
+
+    log = _metrics_log(run, resume_step + 1, console, quiet)
+    try:
+        with StopRequest() as stop:
+            step = loop.run(resume_step + 1, log, save, stop)
+    finally:
+        if log is not None:
+            log.close()
+    return TrainResult(step_folder(run.output.dir, step), step, stop.asked_by)
+
+
+def find_resume_step(run: RunConfig) -> int:
+    """The step that the run goes on from; 0 for a new run.
+
+    Raises:
+        ConfigError: the output folder is taken, has nothing to resume, or is of another run.
+    """
+    steps = saved_steps(run.output.dir)
+    if run.train.resume == "never" and steps:
+        raise ConfigError(
+            "the output folder already holds checkpoints",
+            got=f"{run.output.dir}: steps {steps}",
+            expected="a new folder, since train.resume is 'never'",
+            remedy="choose another output.dir, or set train.resume = 'auto'",
+        )
+    if not steps:
+        if run.train.resume == "must":
+            raise ConfigError(
+                "there is nothing to resume",
+                got=f"no checkpoint in {run.output.dir}",
+                remedy="check output.dir, or set train.resume = 'auto'",
+            )
+        return 0
+    _check_same_run(run, step_folder(run.output.dir, steps[-1]))
+    if steps[-1] >= run.train.steps:
+        raise ConfigError(
+            "the run is finished already",
+            got=f"a checkpoint of step {steps[-1]}",
+            expected=f"fewer than train.steps = {run.train.steps}",
+            remedy="raise train.steps, or choose another output.dir",
+        )
+    return steps[-1]
+
+
+def load_datasets(
+    run: RunConfig, folder: Path, glm5: Glm5Config
+) -> tuple[PackedDataset, PackedDataset | None]:
+    """Reads, tokenises and packs the run's chats.
+
+    Raises:
+        DataError: bad lines, each with its file and number.
+    """
+    tokenizer = ChatTokenizer(
+        load_tokenizer(folder), glm5.eos_token_id, run.data.chat_template_args
+    )
+    chats = tokenize_chats(
+        iter_chats(run.data.train, max_samples=run.data.max_samples), tokenizer
+    )
+    train_data = PackedDataset(
+        chats,
+        run.data.seq_length,
+        too_long=run.data.too_long,
+        shuffle=run.data.shuffle,
+        seed=run.train.seed,
+    )
+    if run.data.eval is None:
+        return train_data, None
+    eval_chats = tokenize_chats(iter_chats(run.data.eval), tokenizer)
+    return train_data, PackedDataset(eval_chats, run.data.seq_length, too_long=run.data.too_long)
+
+
+def build_trainable(run: RunConfig, folder: Path) -> GPTModel:
+    """The model of the run, with adapters attached when it has them."""
+    model = load_model(
+        folder,
+        backend=run.model.attention_backend,
+        dtype=run.model.dtype,
+        recompute=run.model.recompute,
+        include_mtp=run.model.mtp,
+        indexer_loss_coeff=run.indexer_loss_coeff,
+        latent_norm_eps=run.model.latent_norm_eps,
+    )
+    if run.lora is not None:
+        attach_lora(model, lora_spec(run), seed=run.train.seed)
+    return model.train()
+
+
+def lora_spec(run: RunConfig) -> LoraSpec:
+    """The `[lora]` table in the model's terms."""
+    assert run.lora is not None
+    return LoraSpec(
+        adapter_rank=run.lora.rank, adapter_alpha=run.lora.alpha, targets=tuple(run.lora.targets)
+    )
+
+
+def checkpoint_record(run: RunConfig, model: GPTModel, step: int) -> CheckpointRecord:
+    """What the checkpoint of `step` says about itself."""
+    lora = run.lora
+    return CheckpointRecord(
+        kind="adapter" if lora else "model",
+        step=step,
+        config=model.config.glm5.to_hf_dict(),
+        dtype=run.model.dtype,
+        include_mtp=run.model.mtp,
+        base=run.model.path if lora else None,
+        lora=LoraRecord(rank=lora.rank, alpha=lora.alpha, targets=list(lora.targets))
+        if lora
+        else None,
+        run=run.to_toml_dict(),
+    )
+
+
+def _train_state(run: RunConfig, model: GPTModel) -> TrainState:
+    wrapped = wrap_data_parallel(model)
+    optimizer = build_optimizer(wrapped, run.optimizer)
+    return TrainState(
+        wrapped, optimizer, build_scheduler(optimizer, run.optimizer, run.train.steps)
+    )
+
+
+def _metrics_log(
+    run: RunConfig, first_step: int, console: Console | None, quiet: bool
+) -> MetricsLog | None:
+    if not is_writer():
+        return None
+    return MetricsLog(
+        run.output.dir,
+        total_steps=run.train.steps,
+        first_step=first_step,
+        tensorboard=run.output.tensorboard,
+        quiet=quiet,
+        console=console,
+    )
+
+
+def _check_same_run(run: RunConfig, checkpoint: Path) -> None:
+    record = read_record(checkpoint)
+    before = RunConfig.from_dict(record.run or {}, source=str(checkpoint))
+    if changed := run.differences(before):
+        raise ConfigError(
+            "the run differs from the one that it would resume",
+            got=f"changed: {', '.join(changed)}",
+            expected=f"the settings recorded in {checkpoint}",
+            remedy="undo the changes, or choose another output.dir",
+        )

@@ -1,0 +1,95 @@
+"""Saves and restores a run: weights that train, optimiser and schedule, in one atomic folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from glm5.checkpoint.atomic import new_folder
+from glm5.checkpoint.ckpt_dir import (
+    HF_FOLDER,
+    MCORE_FOLDER,
+    CheckpointRecord,
+    copy_hf_files,
+    saved_steps,
+    step_folder,
+    write_record,
+)
+from glm5.checkpoint.megatron_io import load_sharded, save_sharded
+from glm5.lora.attach import is_adapter
+
+
+class TrainState:
+    """What a run must find again to go on bit for bit; the data order is a function of the step."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+
+    def save(self, run_dir: Path, record: CheckpointRecord, hf_dir: Path, keep: int) -> Path:
+        """Writes the checkpoint of `record.step`, then removes all but the newest `keep`."""
+        target = step_folder(run_dir, record.step)
+        if target.exists():
+            return target
+        # every rank writes into the folder that rank 0 made and will rename
+        with new_folder(target) as staging:
+            save_sharded(_made(staging / MCORE_FOLDER), self._sharded(is_loading=False))
+            write_record(staging, record)
+            copy_hf_files(hf_dir, staging / HF_FOLDER)
+        for step in saved_steps(run_dir)[:-keep]:
+            shutil.rmtree(step_folder(run_dir, step))
+        return target
+
+    def load(self, checkpoint: Path) -> None:
+        """Restores weights, optimiser and schedule in place.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or of another model.
+        """
+        loaded = load_sharded(checkpoint / MCORE_FOLDER, self._sharded(is_loading=True))
+        load_trained(self.model.module, loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        self.scheduler.load_state_dict(loaded["scheduler"])
+
+    def _sharded(self, *, is_loading: bool) -> dict[str, Any]:
+        trained = sharded_trained(self.model.module)
+        return {
+            "model": trained,
+            "optimizer": self.optimizer.sharded_state_dict(trained, is_loading=is_loading),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+
+def sharded_trained(model: GPTModel) -> dict[str, Any]:
+    """The sharded tensors that a checkpoint of this model holds: its adapters, or all of it."""
+    sharded = model.sharded_state_dict()
+    adapters = {name: value for name, value in sharded.items() if is_adapter(name)}
+    return adapters or sharded
+
+
+def load_trained(model: GPTModel, tensors: dict[str, Any]) -> None:
+    """Puts loaded tensors into the model; with adapters the frozen base is left as it is."""
+    model.load_state_dict(tensors, strict=not any(is_adapter(name) for name in tensors))
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def is_writer() -> bool:
+    """Whether this rank writes the run's small files."""
+    return dist.get_rank() == 0

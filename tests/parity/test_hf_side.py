@@ -1,0 +1,85 @@
+"""The reference side refuses what cannot be an oracle, and observes `transformers` as it is."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm5.config import Glm5Config
+from glm5.errors import ConfigError
+from glm5.parity.hf_side import load_reference, observe_hf
+from tests.tiny_models import TinyFolder, assert_close, draw_tokens
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.2.0", "5.12.9"])
+def test_an_old_transformers_is_no_oracle(
+    tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr("transformers.__version__", version)
+    folder = tiny_folder("5")
+    with pytest.raises(ConfigError, match=rf"(?s)got: +{version}.*5\.13.*upgrade transformers"):
+        load_reference(folder, Glm5Config.from_hf(folder), CPU)
+
+
+@pytest.mark.parametrize("version", ["5.13.0", "5.14.0.dev0", "6.0.0"])
+def test_a_newer_transformers_is_one(
+    tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr("transformers.__version__", version)
+    folder = tiny_folder("5")
+    load_reference(folder, Glm5Config.from_hf(folder), CPU)
+
+
+def test_a_half_split_indexer_cannot_be_expressed(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    folder = tmp_path / "half_split"
+    shutil.copytree(tiny_folder("5"), folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"indexer_rope_interleave": False}))
+    with pytest.raises(ConfigError, match="indexer_rope_interleave"):
+        load_reference(folder, Glm5Config.from_hf(folder), CPU)
+
+
+def test_the_reference_follows_the_latent_eps_and_the_schedule(tiny_folder: TinyFolder) -> None:
+    folder = tiny_folder("5.2")
+    glm5 = Glm5Config.from_hf(folder).model_copy(update={"latent_norm_eps": 0.5})
+    model = load_reference(folder, glm5, CPU)
+    assert not model.training
+    for layer, kind in zip(model.model.layers, glm5.indexer_types, strict=True):
+        assert layer.self_attn.q_a_layernorm.variance_epsilon == 0.5
+        assert layer.self_attn.kv_a_layernorm.variance_epsilon == 0.5
+        assert (layer.self_attn.indexer is not None) == (kind == "full")
+        assert layer.input_layernorm.variance_epsilon == glm5.rms_norm_eps
+
+
+def test_an_observation_equals_a_plain_run_and_leaves_no_hook(tiny_folder: TinyFolder) -> None:
+    folder = tiny_folder("5")
+    model = load_reference(folder, Glm5Config.from_hf(folder), CPU)
+    token_ids = draw_tokens(20)
+    seen = observe_hf(model, token_ids, [13, 7])
+    with torch.no_grad():
+        plain = [model(part[None]).logits[0] for part in token_ids.split([13, 7])]
+    assert_close(seen.logits, torch.cat(plain))
+    assert not any(module._forward_hooks for module in model.modules())
+    # the second document's keys are counted in packed positions
+    assert seen.selected[0][13:].amax() == 19
+    assert seen.selected[0].shape == (20, 8)
+    assert set(seen.hidden) == set(seen.scores) == {0, 1, 2}
+
+
+def test_a_selection_can_be_imposed(tiny_folder: TinyFolder) -> None:
+    folder = tiny_folder("5")
+    model = load_reference(folder, Glm5Config.from_hf(folder), CPU)
+    token_ids = draw_tokens(20)
+    own = observe_hf(model, token_ids, [20], gradients=False)
+    same = observe_hf(model, token_ids, [20], selected=own.selected, gradients=False)
+    assert_close(same.logits, own.logits)
+    first_keys = torch.arange(8, dtype=torch.int32).expand(20, 8).clone()
+    first_keys[first_keys > torch.arange(20)[:, None]] = -1
+    imposed = dict.fromkeys(own.selected, first_keys)
+    other = observe_hf(model, token_ids, [20], selected=imposed, gradients=False)
+    assert (other.logits[:8] - own.logits[:8]).abs().max() < 1e-5
+    assert (other.logits[8:] - own.logits[8:]).abs().max() > 1e-2
