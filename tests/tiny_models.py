@@ -64,12 +64,15 @@ def assert_close(got: Tensor, expected: Tensor, limit: float = 1e-6, what: str =
 
 
 def assert_all_close(
-    got: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 1e-6
+    got: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 1e-6, floor: float = 0.0
 ) -> None:
-    """The same names, and every tensor close."""
+    """The same names, and every tensor close; the scale is at least `floor` of the largest one."""
     assert got.keys() == expected.keys()
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
     for name, tensor in expected.items():
-        assert_close(got[name], tensor, limit, name)
+        scale = max(float(tensor.abs().max()), floor * largest)
+        error = float((got[name] - tensor).abs().max())
+        assert error <= limit * scale, f"{name}: error {error:.3g} at scale {scale:.3g}"
 
 
 def modules_of(model: torch.nn.Module, kind: type) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,9 @@
 class Glm5Error(Exception):
     """Base of all errors that glm5 raises on purpose."""
 
+    exit_code = 2
+    """Of the command line: 2 for wrong usage or input, 1 where a check failed."""
+
     def __init__(
         self,
         what: str,
@@ -48,3 +51,15 @@ class AdapterError(Glm5Error, ValueError):
 
 class DataError(Glm5Error, ValueError):
     """A training data file, named with its line, that cannot be used."""
+
+
+class CheckFailedError(Glm5Error):
+    """A comparison that the command exists to make came out wrong."""
+
+    exit_code = 1
+
+
+class DivergedError(Glm5Error):
+    """A loss or gradient that is no longer a number."""
+
+    exit_code = 1

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ops import oracles
 from torch import Tensor
 
 from glm5.errors import BackendError
@@ -17,6 +16,7 @@ from glm5.ops.backends import (
     default_backend,
     get_backend,
 )
+from tests.ops import oracles
 
 SCALE, TOPK = 0.3, 4
 MCORE_DSA = "megatron.core.transformer.experimental_attention_variant.dsa"

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from tests.ops import oracles
 
 from glm5.errors import BackendError
 from glm5.ops.key_sets import Chunk, KeyBounds, KeySelection, rows_per_chunk
+from tests.ops import oracles
 
 
 def _ints(*values: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.ops.memory import Memory, measure_memory
 from torch import Tensor
 
 from glm5.ops.indexer.reference import index_scores, select_topk
@@ -10,6 +9,7 @@ from glm5.ops.indexer_kl.reference import indexer_kl
 from glm5.ops.key_sets import CHUNK_BYTES
 from glm5.ops.masks import document_bounds
 from glm5.ops.sparse_mla.reference import sparse_mla
+from tests.ops.memory import Memory, measure_memory
 
 T, H, D_QK, D_V, H_I, D_I, TOPK = 8192, 2, 24, 16, 2, 16, 256
 Index = tuple[Tensor, Tensor, Tensor]
@@ -44,7 +44,7 @@ def test_the_measure_sees_a_square() -> None:
 
 
 def test_select_topk(index: Index) -> None:
-    bounds = document_bounds(torch.tensor([0, T]))
+    bounds = document_bounds(torch.tensor([0, T]), T)
     selected, memory = measure_memory(lambda: select_topk(*index, *bounds, TOPK))
     _assert_bounded(memory, selected)
 

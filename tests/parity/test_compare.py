@@ -41,7 +41,7 @@ def _observation(scores: list[list[float]], selected: list[list[int]]) -> Observ
     return Observation(
         logits=torch.zeros(len(scores), 5),
         hidden={0: torch.ones(len(scores), 4)},
-        scores={0: torch.tensor(scores)},
+        scores={0: torch.tensor(scores, dtype=torch.float32)},
         selected={0: torch.tensor(selected, dtype=torch.int32)},
         gradients={"w": torch.ones(2)},
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from glm5.checkpoint.fp8 import open_checkpoint
 from glm5.checkpoint.load import load_model
-from glm5.checkpoint.safetensors_io import SafetensorsWriter
+from glm5.checkpoint.safetensors_writer import SafetensorsWriter
 from glm5.config import Glm5Config
 from glm5.errors import CheckpointError
 from glm5.model.indexer import LightningIndexer
@@ -322,7 +322,9 @@ def test_documents_that_see_each_other_fail_where_there_are_two(
 ) -> None:
     def one_document(hidden_states: Tensor, packed_seq_params: Any) -> TokenRow:
         seq_len, batch, _ = hidden_states.shape
-        return TokenRow(*document_bounds(torch.tensor([0, seq_len * batch])), batch)
+        return TokenRow(
+            *document_bounds(torch.tensor([0, seq_len * batch]), seq_len * batch), batch
+        )
 
     monkeypatch.setattr("glm5.model.attention.token_row", one_document)
     wrong = failed(verify(model, reference("5")))

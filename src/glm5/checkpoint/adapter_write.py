@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,6 +22,7 @@ from glm5.checkpoint.adapter_layout import (
     weight_shapes,
 )
 from glm5.checkpoint.adapter_settings import CONFIG_FILE
+from glm5.checkpoint.atomic import new_folder
 from glm5.config import Glm5Config
 from glm5.errors import AdapterError
 
@@ -52,13 +50,14 @@ def write_peft_adapter(
 
     One fused matrix pair is in memory beside `factors`. The folder appears complete or not at all.
     Raises AdapterError for unknown linears (MTP layers included: transformers has none), wrong
-    shapes, mixed dtypes, values that are not finite, or a folder that already holds something.
+    shapes, mixed dtypes or values that are not finite, and CheckpointError for a folder that
+    already holds something.
     """
     linears = adapter_linears(config)
     _check_factors(factors, linears, rank=rank, alpha=alpha)
     weights = peft_weights(factors)
     num_experts = config.n_routed_experts
-    with _atomic_folder(Path(folder)) as staging:
+    with new_folder(folder) as staging:
         all_weights = peft_weights(linears)
         _write_config(staging, weights, all_weights, rank=rank, alpha=alpha, base_name=base_name)
         write_adapter_file(
@@ -67,26 +66,6 @@ def write_peft_adapter(
             next(iter(factors.values())).a.dtype,
             _tensors(weights, factors, linears, num_experts=num_experts),
         )
-
-
-@contextmanager
-def _atomic_folder(folder: Path) -> Iterator[Path]:
-    """A sibling folder to write in, renamed to `folder` when all went well and else removed."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AdapterError(
-            "the adapter folder exists already",
-            got=folder,
-            expected="a new or empty folder",
-            remedy="choose another folder or remove this one",
-        )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    staging.mkdir()
-    try:
-        yield staging
-        staging.replace(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _check_factors(
@@ -166,7 +145,7 @@ def _write_config(
 def _shapes(
     weights: list[str], linears: Mapping[str, tuple[int, int]], *, rank: int, num_experts: int
 ) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the file, in the order in which _tensors makes them."""
+    """Every tensor of the file."""
     shapes: dict[str, tuple[int, ...]] = {}
     for weight, key in peft_keys(weights).items():
         fused = fused_weight(weight)

@@ -26,10 +26,19 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     staging.mkdir()
     try:
         yield staging
-        # rename replaces nothing but an empty folder, also if another process was faster
-        staging.rename(folder)
+        _put_in_place(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _put_in_place(staging: Path, folder: Path) -> None:
+    try:
+        # rename replaces nothing but an empty folder
+        staging.rename(folder)
+    except OSError:
+        # another process was faster
+        check_is_free(folder)
+        raise
 
 
 def check_is_free(folder: Path) -> None:

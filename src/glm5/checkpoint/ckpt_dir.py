@@ -1,14 +1,13 @@
 """What a checkpoint folder of this project holds, and how it is found; no torch.
 
-    glm5.json   what the folder is: see CheckpointRecord
-    mcore/      tensors, written by megatron.core.dist_checkpointing
-    hf/         the small files of the Hugging Face folder: config.json, tokenizer, chat template
+glm5.json   what the folder is: see CheckpointRecord
+mcore/      tensors, written by megatron.core.dist_checkpointing
+hf/         the small files of the Hugging Face folder: config.json, tokenizer, chat template
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +20,6 @@ MCORE_FOLDER = "mcore"
 HF_FOLDER = "hf"
 STEPS_FOLDER = "checkpoints"
 _STEP_NAME = re.compile(r"step-(\d{8})")
-_HF_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-_NOT_COPIED = ("model.safetensors.index.json",)
 
 
 class LoraRecord(BaseModel):
@@ -111,12 +108,3 @@ def find_checkpoint(folder: Path) -> Path:
             remedy="pass a folder written by `glm5 convert`, or the output folder of a run",
         )
     return step_folder(folder, steps[-1])
-
-
-def copy_hf_files(source: Path, target: Path) -> None:
-    """Copies everything but the weights: what a Hugging Face folder needs beside its tensors."""
-    target.mkdir(exist_ok=True)
-    for pattern in _HF_FILES:
-        for file in source.glob(pattern):
-            if file.is_file() and file.name not in _NOT_COPIED:
-                shutil.copyfile(file, target / file.name)

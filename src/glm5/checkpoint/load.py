@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -14,13 +15,11 @@ from glm5.checkpoint.glm5_rules import glm5_rules, mtp_hf_names
 from glm5.checkpoint.hf_folder import hf_folder
 from glm5.checkpoint.hf_layout import check_hf_tensors
 from glm5.config import Glm5Config
-from glm5.errors import CheckpointError, ConfigError
+from glm5.errors import CheckpointError
 from glm5.model.build import build_model
-from glm5.model.transformer_config import Recompute, glm5_transformer_config
+from glm5.model.transformer_config import Recompute, glm5_transformer_config, torch_dtype
 from glm5.ops.backends import default_backend
 from glm5.runtime.distributed import current_layout, default_device, ensure_distributed
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(
@@ -48,18 +47,6 @@ def load_model(
     glm5 = Glm5Config.from_hf(folder)
     if latent_norm_eps is not None:
         glm5 = glm5.model_copy(update={"latent_norm_eps": latent_norm_eps})
-    place = torch.device(device) if device is not None else default_device()
-    ensure_distributed(place)
-    config = glm5_transformer_config(
-        glm5,
-        device=place,
-        dtype=_torch_dtype(dtype or glm5.dtype),
-        backend=backend or default_backend(place.type),
-        layout=current_layout(),
-        recompute=recompute,
-        indexer_loss_coeff=indexer_loss_coeff,
-        include_mtp=include_mtp,
-    )
     with open_checkpoint(folder, glm5) as reader:
         has_mtp = check_hf_tensors(reader, glm5)
         if include_mtp and not has_mtp:
@@ -68,21 +55,41 @@ def load_model(
                 got=f"{folder}: num_nextn_predict_layers = {glm5.num_nextn_predict_layers}",
                 remedy="load it without MTP; transformers drops the MTP layer when it saves",
             )
-        model = build_model(config)
+        model = build_for(
+            glm5,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            recompute=recompute,
+            indexer_loss_coeff=indexer_loss_coeff,
+            include_mtp=include_mtp,
+        )
         rules = glm5_rules(glm5, include_mtp=include_mtp)
         unused = () if include_mtp else mtp_hf_names(glm5)
         load_hf_weights(model, reader, rules, unused=unused, progress=progress)
     return model.eval()
 
 
-def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
-        return dtype
-    if dtype in DTYPES:
-        return DTYPES[str(dtype)]
-    raise ConfigError(
-        "this dtype is not supported",
-        got=dtype,
-        expected=", ".join(DTYPES),
-        remedy="pass dtype='bfloat16'",
+def build_for(
+    glm5: Glm5Config,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    **options: Any,
+) -> GPTModel:
+    """The model without its weights, on a device and in a process group that are started if needed.
+
+    `options` go to glm5_transformer_config.
+    """
+    place = torch.device(device) if device is not None else default_device()
+    ensure_distributed(place)
+    config = glm5_transformer_config(
+        glm5,
+        device=place,
+        dtype=torch_dtype(dtype or glm5.dtype),
+        backend=backend or default_backend(place.type),
+        layout=current_layout(),
+        **options,
     )
+    return build_model(config)

@@ -43,8 +43,12 @@ def save_sharded(folder: Path, state: dict[str, Any]) -> None:
         dist_checkpointing.save(state, str(folder))
 
 
-def load_sharded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+def load_sharded(
+    folder: Path, state: dict[str, Any], *, allow_unread: bool = False
+) -> dict[str, Any]:
     """The checkpoint's values for the sharded tensors of `state`, and its plain values; collective.
+
+    With `allow_unread` the checkpoint may hold more (the optimiser's tensors), else not.
 
     Raises:
         CheckpointError: not such a checkpoint, another set of tensors, or an index that names code.
@@ -56,7 +60,8 @@ def load_sharded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
         )
     except dist_checkpointing.core.CheckpointingException as error:
         raise CheckpointError(f"{folder} cannot be loaded", got=error) from error
-    if missing or unexpected:
+    # what the checkpoint has and `state` does not ask for is "missing" from the request
+    if unexpected or (missing and not allow_unread):
         raise CheckpointError(
             f"{folder} holds another set of tensors",
             got=f"missing {sorted(missing)[:10]}, unexpected {sorted(unexpected)[:10]}",

@@ -1,43 +1,21 @@
-"""Streaming reader and writer of sharded safetensors folders."""
+"""Streaming reader of sharded safetensors folders."""
 
 from __future__ import annotations
 
-import json
-import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from glm5.checkpoint.names import summarise
-from glm5.checkpoint.safetensors_index import INDEX_FILE, shard_files
+from glm5.checkpoint.safetensors_file import DTYPES
+from glm5.checkpoint.safetensors_index import shard_files
 from glm5.errors import CheckpointError
-
-SHARD_BYTES = 5 * 10**9
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
 
 class TensorReader(Protocol):
     """Named tensors that are read one at a time, whole or in part."""
@@ -154,128 +132,6 @@ class SafetensorsReader:
         return self._mapped[1]
 
 
-class SafetensorsWriter:
-    """Write a Hugging Face folder tensor by tensor; the folder appears whole, at `close`, or not.
-
-    Tensors are copied into a shard of at most `max_shard_bytes` (or one larger tensor), which is
-    written to a hidden sibling folder as soon as the next tensor would not fit. As a context
-    manager it closes on success and removes what it wrote on an exception. Raises CheckpointError
-    for a folder that is not empty and for a tensor or file name that is given twice. A process
-    that is killed leaves the hidden `.<name>.partial-*` folder behind, which may be removed.
-    """
-
-    def __init__(self, folder: str | Path, max_shard_bytes: int = SHARD_BYTES) -> None:
-        self.folder = Path(folder).absolute()
-        self._max_shard_bytes = max_shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._total_bytes = 0
-        self._shards: list[list[str]] = []
-        self._names: set[str] = set()
-        check_is_free(self.folder)
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        # A sibling, so that the final rename stays within one file system.
-        self._work = self.folder.with_name(f".{self.folder.name}.partial-{secrets.token_hex(4)}")
-        self._work.mkdir()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor, of any device and layout; it is copied, so the caller may reuse it."""
-        if name in self._names:
-            raise CheckpointError(
-                f"{name} is written twice to {self.folder}", remedy="write each tensor once"
-            )
-        if self._pending and self._pending_bytes + tensor.nbytes > self._max_shard_bytes:
-            self._write_shard()
-        self._names.add(name)
-        self._pending[name] = tensor.detach().to(
-            "cpu", copy=True, memory_format=torch.contiguous_format
-        )
-        self._pending_bytes += tensor.nbytes
-
-    def add_text(self, name: str, text: str) -> None:
-        """Write a small file such as config.json beside the shards, as UTF-8."""
-        self._free_path(name).write_text(text, encoding="utf-8")
-
-    def copy_file(self, source: str | Path) -> None:
-        """Copy a file such as tokenizer.json beside the shards, under its own name."""
-        source = Path(source)
-        shutil.copyfile(source, self._free_path(source.name))
-
-    def close(self) -> None:
-        """Write the last shard and the index, then put the folder in its place in one step."""
-        try:
-            self._write_shard()
-            self._name_shards()
-            self._publish()
-        except BaseException:
-            self.abort()
-            raise
-
-    def abort(self) -> None:
-        """Remove everything written so far; the target folder is left as it was."""
-        self._pending.clear()
-        shutil.rmtree(self._work, ignore_errors=True)
-
-    def _write_shard(self) -> None:
-        if not self._pending:
-            return
-        path = self._work / _unnumbered(len(self._shards))
-        save_file(self._pending, path, metadata={"format": "pt"})
-        # save_file makes it readable by its owner only; give it the access of its folder.
-        path.chmod(self._work.stat().st_mode & 0o666)
-        self._shards.append(list(self._pending))
-        self._total_bytes += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
-
-    def _name_shards(self) -> None:
-        """Give the shards their final names, which hold the number of shards."""
-        weight_map: dict[str, str] = {}
-        count = len(self._shards)
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            (self._work / _unnumbered(number)).rename(self._work / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        self.add_text(INDEX_FILE, json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-    def _publish(self) -> None:
-        # rename() replaces nothing but an empty folder, also if another process was faster.
-        check_is_free(self.folder)
-        self._work.rename(self.folder)
-
-    def _free_path(self, name: str) -> Path:
-        relative = Path(name)
-        path = self._work / relative
-        if relative.is_absolute() or ".." in relative.parts or path.exists():
-            raise CheckpointError(
-                f"cannot write a file {name!r} to {self.folder}",
-                expected="a relative path inside the folder that was not used before",
-                remedy="write each file once",
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path
-
-
-def check_is_free(folder: Path) -> None:
-    """Raise CheckpointError unless the folder is absent or empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(
-            f"{folder} already exists and is not an empty folder",
-            remedy="choose another folder, or remove this one first",
-        )
-
-
 def check_slice(name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> None:
     """Raise CheckpointError unless `[start, stop)` lies inside dimension `dim`."""
     # safetensors itself answers an out-of-range slice with fewer rows.
@@ -286,10 +142,6 @@ def check_slice(name: str, shape: tuple[int, ...], dim: int, start: int, stop: i
             expected=f"a range inside shape {shape}",
             remedy="check that the model and the checkpoint have the same sizes",
         )
-
-
-def _unnumbered(number: int) -> str:
-    return f"shard-{number:05d}.partial"
 
 
 @contextmanager
@@ -321,12 +173,12 @@ def _checked_entries(file: Path, listed: set[str] | None) -> dict[str, _Entry]:
                 got=summarise(names),
                 remedy="index and shards are of different checkpoints; download both again",
             )
-    unknown = {name for name, (dtype, _) in headers.items() if dtype not in _DTYPES}
+    unknown = {name for name, (dtype, _) in headers.items() if dtype not in DTYPES}
     if unknown:
         raise CheckpointError(
             f"{file} holds tensors of a dtype that is not supported",
             got=summarise({f"{name} ({headers[name][0]})" for name in unknown}),
-            expected=", ".join(_DTYPES),
+            expected=", ".join(DTYPES),
             remedy="convert these tensors first",
         )
-    return {n: _Entry(file, tuple(shape), _DTYPES[dtype]) for n, (dtype, shape) in headers.items()}
+    return {n: _Entry(file, tuple(shape), DTYPES[dtype]) for n, (dtype, shape) in headers.items()}

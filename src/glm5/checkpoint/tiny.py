@@ -12,7 +12,8 @@ from torch import Tensor
 
 from glm5.checkpoint.fp8 import SCALE_SUFFIX, quantize_block
 from glm5.checkpoint.hf_layout import HfTensor, hf_tensors
-from glm5.checkpoint.safetensors_io import SafetensorsWriter, check_is_free
+from glm5.checkpoint.safetensors_file import plan_of
+from glm5.checkpoint.safetensors_writer import SafetensorsWriter
 from glm5.checkpoint.tiny_data import tiny_chats
 from glm5.checkpoint.tiny_tokenizer import (
     EOS_TOKENS,
@@ -49,16 +50,14 @@ def write_tiny(
     as float8 with 128x128 block scales. Raises ConfigError for an unknown variant and
     CheckpointError for a folder that is not empty.
     """
-    folder = Path(folder)
-    check_is_free(folder)
     raw = tiny_config(variant, fp8=fp8, dtype=dtype)
-    config = Glm5Config.from_hf_dict(raw)
-    with SafetensorsWriter(folder, SHARD_BYTES) as writer:
-        for name, tensor in _weights(config, seed):
+    tensors = dict(_weights(Glm5Config.from_hf_dict(raw), seed))
+    with SafetensorsWriter(folder, plan_of(tensors), SHARD_BYTES) as writer:
+        for name, tensor in tensors.items():
             writer.add(name, tensor)
         for name, text in _text_files(raw, seed).items():
             writer.add_text(name, text)
-    return folder
+    return Path(folder)
 
 
 def tiny_config(variant: Variant, *, fp8: bool = False, dtype: Dtype = "float32") -> dict[str, Any]:

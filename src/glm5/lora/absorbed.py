@@ -16,7 +16,9 @@ class AbsorbedLora(nn.Module):
     (W_v + s B_v A) c = W_v c + s B_v (A c). A bf16 merge would round small deltas away.
     """
 
-    def __init__(self, base: LatentUpProjection, hf_linear: str, *, rank: int, scale: float) -> None:
+    def __init__(
+        self, base: LatentUpProjection, hf_linear: str, *, rank: int, scale: float
+    ) -> None:
         super().__init__()
         self.base = base
         self.hf_linears = (hf_linear,)

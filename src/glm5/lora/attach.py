@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from torch import Tensor, nn
 
 from glm5.lora.absorbed import AbsorbedLora
 from glm5.lora.factors import LoraPair
@@ -43,6 +46,9 @@ def attach_lora(model: nn.Module, spec: LoraSpec, *, seed: int) -> None:
     for path, adapted in adapted_modules(model):
         for hf_linear, pair in adapted.pairs.items():
             pair.initialise(seed, f"{path}.{hf_linear}")
+    for module in model.modules():
+        if isinstance(module, LanguageModelEmbedding):
+            module.register_forward_hook(_ask_for_gradient)
 
 
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
@@ -67,6 +73,12 @@ def base_name(name: str) -> str:
 def is_adapter(name: str) -> bool:
     """Whether a parameter of an adapted model belongs to an adapter."""
     return ".pairs." in name
+
+
+def _ask_for_gradient(embedding: nn.Module, args: Any, output: Tensor) -> None:
+    """Megatron's recompute drops the gradients of a region none of whose inputs asks for one."""
+    if embedding.training and torch.is_grad_enabled():
+        output.requires_grad_()
 
 
 def _adapt(target: TargetModule, spec: LoraSpec) -> Adapted:

@@ -98,7 +98,9 @@ class DSASelfAttention(MegatronModule):
             output = self._with_indexer_loss(output, index_inputs, q, kv, lse, topk_indices)
         return output, topk_indices
 
-    def _queries_and_keys(self, x: Tensor, q_latent: Tensor, row: TokenRow) -> tuple[Tensor, Tensor]:
+    def _queries_and_keys(
+        self, x: Tensor, q_latent: Tensor, row: TokenRow
+    ) -> tuple[Tensor, Tensor]:
         """Absorbed q [t, h, d_qk] and kv [t, d_qk]."""
         glm5 = self.config.glm5
         cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
@@ -120,9 +122,7 @@ class DSASelfAttention(MegatronModule):
 
     def _core(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
         glm5 = self.config.glm5
-        out_latent, lse = self.backend.sparse_mla(
-            q, kv, topk_indices, glm5.softmax_scale, glm5.d_v
-        )
+        out_latent, lse = self.backend.sparse_mla(q, kv, topk_indices, glm5.softmax_scale, glm5.d_v)
         return self.linear_kv_up_proj.expand_output(out_latent).flatten(1), lse
 
     def _with_indexer_loss(

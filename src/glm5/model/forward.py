@@ -7,6 +7,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from glm5.errors import DataError
+from glm5.ops.masks import check_cu_seqlens
+
 
 def packed_seq_params(cu_seqlens: Tensor) -> PackedSeqParams:
     """Megatron's description of packed documents; cu_seqlens [n + 1] int32 on the model's device."""
@@ -21,19 +24,15 @@ def logits(model: GPTModel, token_ids: Tensor, cu_seqlens: Tensor | None = None)
     torch.no_grad().
 
     Raises:
-        ValueError: token_ids is not one row, or cu_seqlens does not span it.
+        DataError: token_ids is not one row of ids of the vocabulary, or cu_seqlens does not span it.
     """
-    if token_ids.dim() != 1:
-        raise ValueError(
-            f"token_ids must be one row [t], got shape {tuple(token_ids.shape)}; "
-            "pack several documents end to end and pass cu_seqlens"
-        )
+    _check_tokens(token_ids, model.vocab_size)
     device = next(model.parameters()).device
     token_ids = token_ids.to(device=device, dtype=torch.long)
     num_tokens = token_ids.numel()
     if cu_seqlens is None:
         cu_seqlens = torch.tensor([0, num_tokens])
-    _check_span(cu_seqlens, num_tokens)
+    check_cu_seqlens(cu_seqlens, num_tokens)
     out = model(
         input_ids=token_ids[None],
         position_ids=torch.arange(num_tokens, device=device)[None],
@@ -43,10 +42,19 @@ def logits(model: GPTModel, token_ids: Tensor, cu_seqlens: Tensor | None = None)
     return out[0]
 
 
-def _check_span(cu_seqlens: Tensor, num_tokens: int) -> None:
-    bounds = cu_seqlens.tolist()
-    rising = all(a <= b for a, b in zip(bounds, bounds[1:], strict=False))
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != num_tokens or not rising:
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to the {num_tokens} tokens given, got {bounds[:8]}"
+def _check_tokens(token_ids: Tensor, vocab_size: int) -> None:
+    if token_ids.dim() != 1 or token_ids.numel() == 0 or token_ids.is_floating_point():
+        raise DataError(
+            "token_ids is not one row of integers",
+            got=f"shape {tuple(token_ids.shape)}, {token_ids.dtype}",
+            expected="[t] integers, t >= 1",
+            remedy="pack several documents end to end and pass cu_seqlens",
+        )
+    low, high = torch.stack([token_ids.min(), token_ids.max()]).tolist()
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            "token_ids are outside the vocabulary",
+            got=f"ids from {low} to {high}",
+            expected=f"0 to {vocab_size - 1}",
+            remedy="use the tokenizer of this checkpoint",
         )

@@ -45,5 +45,5 @@ def token_row(hidden_states: Tensor, packed_seq_params: PackedSeqParams | None) 
     else:
         device = hidden_states.device
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq_len
-    starts, ends = document_bounds(cu_seqlens)
+    starts, ends = document_bounds(cu_seqlens, seq_len * batch)
     return TokenRow(starts, ends, batch)

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from glm5.config import Glm5Config
+from glm5.errors import ConfigError
 from glm5.ops.backends import get_backend
 from glm5.runtime.distributed import Layout
 
 Recompute = Literal["none", "selective", "full"]
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SELECTIVE_MODULES = ("core_attn", "mlp", "moe")
 
 
@@ -65,6 +67,20 @@ def glm5_transformer_config(
         **_recompute(recompute),
         **_execution(device, dtype, layout),
         mtp_num_layers=glm5.num_nextn_predict_layers if include_mtp else None,
+    )
+
+
+def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """The torch dtype of a name, if a model can be built in it; ConfigError otherwise."""
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+        return dtype
+    if dtype in DTYPES:
+        return DTYPES[str(dtype)]
+    raise ConfigError(
+        "this dtype is not supported",
+        got=dtype,
+        expected=", ".join(DTYPES),
+        remedy="pass dtype='bfloat16'",
     )
 
 

@@ -79,9 +79,7 @@ def compare_selections(
     if ours.selected.keys() != reference.selected.keys():
         full = sorted(ours.selected.keys() ^ reference.selected.keys())
         return [Selection(layer, len(visible), len(visible)) for layer in full]
-    return [
-        _compare_layer(layer, ours, reference, visible) for layer in sorted(reference.selected)
-    ]
+    return [_compare_layer(layer, ours, reference, visible) for layer in sorted(reference.selected)]
 
 
 def _compare_layer(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from glm5.checkpoint.dequantise import readable_by_transformers
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError
 from glm5.parity.observation import Observation, document_slices, next_token_loss
@@ -32,19 +33,24 @@ def load_reference(folder: Path, glm5: Glm5Config, device: torch.device) -> nn.M
     from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
     _check_oracle(transformers.__version__, glm5)
-    config = GlmMoeDsaConfig(**glm5.to_hf_dict())
-    with _quiet(transformers):
+    config = GlmMoeDsaConfig(**glm5.model_copy(update={"fp8": None}).to_hf_dict())
+    with _quiet(transformers), readable_by_transformers(folder, glm5) as readable:
         model = GlmMoeDsaForCausalLM.from_pretrained(
-            folder,
+            readable,
             config=config,
             dtype=torch.float32,
             attn_implementation="eager",
             use_safetensors=True,
         )
+    set_latent_eps(model, glm5)
+    return model.to(device).eval()
+
+
+def set_latent_eps(model: Any, glm5: Glm5Config) -> None:
+    """Gives the q and kv latent norms the checkpoint's eps; transformers hard-wires 1e-6."""
     for layer in model.model.layers:
         layer.self_attn.q_a_layernorm.variance_epsilon = glm5.latent_norm_eps
         layer.self_attn.kv_a_layernorm.variance_epsilon = glm5.latent_norm_eps
-    return model.to(device).eval()
 
 
 def observe_hf(

@@ -13,6 +13,7 @@ from glm5.config import Glm5Config
 from glm5.parity.compare import Finding, compare, compare_selections
 from glm5.parity.hf_side import observe_hf
 from glm5.parity.mcore_side import observe_mcore
+from glm5.parity.tokens import draw_tokens
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,11 @@ def verify(model: GPTModel, reference: Any, *, seed: int = 0) -> Report:
     findings: list[Finding] = []
     tied_rows = 0
     for case in cases(glm5.index_topk):
-        token_ids = _draw_tokens(glm5, sum(case.lengths), generator)
+        token_ids = draw_tokens(glm5, sum(case.lengths), generator)
         found, ties = _verify_case(model, reference, case, token_ids.to(device))
         findings += found
         tied_rows += ties
     return Report(tuple(findings), tied_rows)
-
-
-def _draw_tokens(glm5: Glm5Config, count: int, generator: torch.Generator) -> Tensor:
-    """Any token but the padding one, whose embedding gradient transformers discards."""
-    token_ids = torch.randint(glm5.vocab_size - 1, (count,), generator=generator)
-    pad = glm5.vocab_size if glm5.pad_token_id is None else glm5.pad_token_id
-    return token_ids + (token_ids >= pad)
 
 
 def _verify_case(
@@ -92,4 +86,3 @@ def _verify_case(
     where = f"layer {worst.layer}" if worst and worst.wrong_rows else "-"
     finding = Finding(case.name, "wrongly selected rows", where, wrong, 0)
     return [*compare(case.name, ours, theirs, case.lengths), finding], different - wrong
-

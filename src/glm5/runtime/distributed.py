@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +22,17 @@ class Layout:
 
 
 def default_device() -> torch.device:
-    """The GPU of this process where there is one, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """The GPU of this process where there is one (under a launcher, its local rank's), else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if dist.is_torchelastic_launched():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", torch.cuda.current_device())
 
 
-def ensure_distributed(device: torch.device, layout: Layout | None = None, *, seed: int = 0) -> None:
+def ensure_distributed(
+    device: torch.device, layout: Layout | None = None, *, seed: int = 0
+) -> None:
     """Initialises torch.distributed and Megatron's parallel state unless the caller has done so.
 
     Without a launcher (no RANK in the environment) this is one process with a local store. A parallel
@@ -105,3 +110,10 @@ def _check_existing(layout: Layout | None) -> None:
         )
 
 
+def shut_down() -> None:
+    """Ends what `ensure_distributed` started; nothing happens where nothing was started."""
+    if dist.is_available() and dist.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

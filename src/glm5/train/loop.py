@@ -15,17 +15,13 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from glm5.errors import ConfigError, Glm5Error
+from glm5.errors import ConfigError, DivergedError
 from glm5.train.metrics import MetricsLog
 from glm5.train.packing import BatchOrder, PackedDataset, PackedRow, concat_rows
 from glm5.train.run_config import TrainSection
 from glm5.train.sft import forward_step
 from glm5.train.state import TrainState
 from glm5.train.stop import StopRequest
-
-
-class DivergedError(Glm5Error):
-    """The loss or the gradient is no longer a number."""
 
 
 @dataclass(frozen=True)
@@ -190,9 +186,7 @@ def _my_share(rows: Sequence[int], micro_batch_size: int) -> list[Sequence[int]]
     return micro_batches[rank :: parallel_state.get_data_parallel_world_size()]
 
 
-def _batches(
-    data: PackedDataset, micro_batches: Sequence[Sequence[int]]
-) -> Iterator[PackedRow]:
+def _batches(data: PackedDataset, micro_batches: Sequence[Sequence[int]]) -> Iterator[PackedRow]:
     for rows in micro_batches:
         yield concat_rows([data[row] for row in rows])
 

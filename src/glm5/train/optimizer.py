@@ -12,7 +12,9 @@ from glm5.train.run_config import OptimizerSection
 
 def wrap_data_parallel(model: GPTModel) -> DistributedDataParallel:
     """Gives trainable parameters fp32 gradient buffers; frozen ones get no gradient memory."""
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=False
+    )
     return DistributedDataParallel(model.config, config, model)
 
 

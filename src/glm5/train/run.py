@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
-from rich.console import Console
 
 from glm5.checkpoint.ckpt_dir import (
     CheckpointRecord,
@@ -41,8 +41,15 @@ class TrainResult:
     """Name of the signal that ended it early; None when all steps were taken."""
 
 
-def train(run: RunConfig, *, console: Console | None = None, quiet: bool = False) -> TrainResult:
+def train(
+    run: RunConfig,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+    quiet: bool = False,
+) -> TrainResult:
     """Trains as the run says, resuming where it may, and saves at the end or when stopped.
+
+    `say` hears what the data and the model came to; progress goes to standard error unless `quiet`.
 
     Raises:
         ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any step.
@@ -52,7 +59,13 @@ def train(run: RunConfig, *, console: Console | None = None, quiet: bool = False
     resume_step = find_resume_step(run)
     glm5 = Glm5Config.from_hf(folder)
     train_data, eval_data = load_datasets(run, folder, glm5)
+    say(describe_data("train", train_data))
+    if eval_data is not None:
+        say(describe_data("eval", eval_data))
     model = build_trainable(run, folder)
+    say(describe_model(model))
+    if resume_step:
+        say(f"resuming from step {resume_step}")
     state = _train_state(run, model)
     if resume_step:
         state.load(step_folder(run.output.dir, resume_step))
@@ -62,7 +75,7 @@ def train(run: RunConfig, *, console: Console | None = None, quiet: bool = False
         record = checkpoint_record(run, model, step)
         return state.save(run.output.dir, record, folder, run.train.keep)
 
-    log = _metrics_log(run, resume_step + 1, console, quiet)
+    log = _metrics_log(run, resume_step + 1, quiet)
     try:
         with StopRequest() as stop:
             step = loop.run(resume_step + 1, log, save, stop)
@@ -116,9 +129,7 @@ def load_datasets(
     tokenizer = ChatTokenizer(
         load_tokenizer(folder), glm5.eos_token_id, run.data.chat_template_args
     )
-    chats = tokenize_chats(
-        iter_chats(run.data.train, max_samples=run.data.max_samples), tokenizer
-    )
+    chats = tokenize_chats(iter_chats(run.data.train, max_samples=run.data.max_samples), tokenizer)
     train_data = PackedDataset(
         chats,
         run.data.seq_length,
@@ -146,6 +157,23 @@ def build_trainable(run: RunConfig, folder: Path) -> GPTModel:
     if run.lora is not None:
         attach_lora(model, lora_spec(run), seed=run.train.seed)
     return model.train()
+
+
+def describe_data(name: str, data: PackedDataset) -> str:
+    """One line on a data set; chats that were cut or left out are never passed over."""
+    line = f"{name}: {len(data)} rows, {data.num_tokens:,} tokens, {data.fill:.0%} full"
+    if data.num_truncated or data.num_skipped:
+        line += f"; {data.num_truncated} chats truncated, {data.num_skipped} skipped"
+    return line
+
+
+def describe_model(model: GPTModel) -> str:
+    """One line on what trains."""
+    parameters = list(model.parameters())
+    total = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    device = parameters[0].device
+    return f"model: {total:,} parameters, {trained:,} of them train, on {device}"
 
 
 def lora_spec(run: RunConfig) -> LoraSpec:
@@ -181,9 +209,7 @@ def _train_state(run: RunConfig, model: GPTModel) -> TrainState:
     )
 
 
-def _metrics_log(
-    run: RunConfig, first_step: int, console: Console | None, quiet: bool
-) -> MetricsLog | None:
+def _metrics_log(run: RunConfig, first_step: int, quiet: bool) -> MetricsLog | None:
     if not is_writer():
         return None
     return MetricsLog(
@@ -192,7 +218,6 @@ def _metrics_log(
         first_step=first_step,
         tensorboard=run.output.tensorboard,
         quiet=quiet,
-        console=console,
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -17,13 +16,13 @@ from glm5.checkpoint.ckpt_dir import (
     HF_FOLDER,
     MCORE_FOLDER,
     CheckpointRecord,
-    copy_hf_files,
     saved_steps,
     step_folder,
     write_record,
 )
+from glm5.checkpoint.hf_files import copy_small_files
 from glm5.checkpoint.megatron_io import load_sharded, save_sharded
-from glm5.lora.attach import is_adapter
+from glm5.checkpoint.trained import load_trained, sharded_trained
 
 
 class TrainState:
@@ -48,7 +47,7 @@ class TrainState:
         with new_folder(target) as staging:
             save_sharded(_made(staging / MCORE_FOLDER), self._sharded(is_loading=False))
             write_record(staging, record)
-            copy_hf_files(hf_dir, staging / HF_FOLDER)
+            copy_small_files(hf_dir, staging / HF_FOLDER)
         for step in saved_steps(run_dir)[:-keep]:
             shutil.rmtree(step_folder(run_dir, step))
         return target
@@ -71,18 +70,6 @@ class TrainState:
             "optimizer": self.optimizer.sharded_state_dict(trained, is_loading=is_loading),
             "scheduler": self.scheduler.state_dict(),
         }
-
-
-def sharded_trained(model: GPTModel) -> dict[str, Any]:
-    """The sharded tensors that a checkpoint of this model holds: its adapters, or all of it."""
-    sharded = model.sharded_state_dict()
-    adapters = {name: value for name, value in sharded.items() if is_adapter(name)}
-    return adapters or sharded
-
-
-def load_trained(model: GPTModel, tensors: dict[str, Any]) -> None:
-    """Puts loaded tensors into the model; with adapters the frozen base is left as it is."""
-    model.load_state_dict(tensors, strict=not any(is_adapter(name) for name in tensors))
 
 
 def _made(folder: Path) -> Path:

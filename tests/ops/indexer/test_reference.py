@@ -1,10 +1,10 @@
 import pytest
 import torch
-from tests.ops import oracles
 from torch import Tensor
 
 from glm5.errors import BackendError
 from glm5.ops.indexer.reference import index_scores, index_scores_backward, select_topk
+from tests.ops import oracles
 
 TOPK = 4
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ops import oracles
 
 from glm5.ops.indexer.selection import select_from_scores
+from tests.ops import oracles
 
 INF, NAN = math.inf, math.nan
 
@@ -24,6 +24,7 @@ def _select(scores: list[float], topk: int, dtype: torch.dtype = torch.float32) 
         ([0, 2, 1, 2, 1], [1, 3]),
         ([0, 1, 2, 1], [1, 2]),
         ([-0.0, 0.0, -0.0], [0, 1]),
+        ([-0.0, 0.0, 0.0], [0, 1]),
         ([0.0, -0.0, 1.0], [0, 2]),
         ([-3, -1, -2, -1], [1, 3]),
         ([-INF, -INF, -INF], [0, 1]),

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from tests.ops import oracles
 from torch import Tensor
 
 from glm5.errors import BackendError
 from glm5.ops.indexer_kl.reference import indexer_kl
 from glm5.ops.sparse_mla.reference import sparse_mla
+from tests.ops import oracles
 
 SCALE = 0.4
 
@@ -105,13 +105,11 @@ def test_bf16_gradients_keep_their_dtypes() -> None:
     assert [g.dtype for g in grads] == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 
-@pytest.mark.usefixtures("poisoned_empty")
-def test_chunks_change_only_rounding(request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("poisoned_empty", "tiny_chunks")
+def test_chunks_of_one_row() -> None:
     inputs, indices = _inputs(9, 9), oracles.random_selection(9, 9, 4)
-    whole = indexer_kl(*inputs, None, SCALE, topk_indices=indices)
-    request.getfixturevalue("tiny_chunks")
-    rowwise = indexer_kl(*inputs, None, SCALE, topk_indices=indices)
-    _assert_equal_with_gradients(rowwise, whole, inputs)
+    kl = indexer_kl(*inputs, None, SCALE, topk_indices=indices)
+    _assert_equal_with_gradients(kl, _oracle(inputs, _selection_mask(indices, 9)), inputs)
 
 
 @pytest.mark.parametrize(("t_q", "t_k"), [(0, 0), (0, 3), (3, 0)])

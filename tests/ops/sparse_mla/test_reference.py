@@ -1,10 +1,10 @@
 import pytest
 import torch
-from tests.ops import oracles
 from torch import Tensor
 
 from glm5.errors import BackendError
 from glm5.ops.sparse_mla.reference import sparse_mla
+from tests.ops import oracles
 
 SCALE = 0.3
 

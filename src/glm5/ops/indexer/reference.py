@@ -10,8 +10,9 @@ from glm5.ops.precision import accumulation_dtype, no_autocast
 
 __all__ = ["index_scores", "index_scores_backward", "select_from_scores", "select_topk"]
 
-# Peak temporaries of scoring and choosing, in units of one score; measured by tests/ops.
-_COPIES = 12
+# Temporaries of scoring and choosing, in units of one score: two scores, their order keys, masks,
+# the workspace of topk, and 64-bit slots; tests/ops/test_memory.py measures that it is enough.
+_COPIES = 10
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
@@ -58,10 +59,11 @@ def select_topk(
 
     q [t_q, h_i, d_i], k [t_k, d_i] any float dtype, weights [t_q, h_i] fp32, starts, ends [t_q]
     int32 -> topk_indices [t_q, topk] int32, ascending key position, -1 only at the tail.
-    Exact and deterministic: select_from_scores states the rule for ties and NaN. Rows with fewer
-    than topk valid keys select them all; empty rows are all -1. Carries no gradient. Memory is
-    bounded by a chunk of query rows; one host sync. Raises BackendError for shapes that do not
-    fit and for bounds outside the keys.
+    Exact and deterministic: select_from_scores states the rule for ties and NaN, and the same
+    inputs give the same bits (a matmul may round otherwise when the rows are split differently).
+    Rows with fewer than topk valid keys select them all; empty rows are all -1. Carries no
+    gradient. Memory is bounded by a chunk of query rows; one host sync. Raises BackendError for
+    shapes that do not fit and for bounds outside the keys.
     """
     _check_shapes(q, k, weights, starts, ends, topk)
     bounds = KeyBounds(starts, ends)

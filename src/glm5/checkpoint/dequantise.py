@@ -1,0 +1,54 @@
+"""A checkpoint as `transformers` can read it: it cannot dequantise block-scaled FP8 with ragged blocks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from glm5.checkpoint.fp8 import open_checkpoint
+from glm5.checkpoint.hf_files import add_small_files
+from glm5.checkpoint.safetensors_io import TensorReader
+from glm5.checkpoint.safetensors_writer import SafetensorsWriter
+from glm5.config import Glm5Config
+
+
+@contextmanager
+def readable_by_transformers(folder: Path, glm5: Glm5Config) -> Iterator[Path]:
+    """The folder itself, or for an FP8 checkpoint a temporary copy in the config's dtype."""
+    if glm5.fp8 is None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="glm5-dequantised-") as temporary:
+        copy = Path(temporary) / "hf"
+        rewrite_checkpoint(folder, copy, glm5)
+        yield copy
+
+
+def rewrite_checkpoint(
+    source: Path,
+    target: Path,
+    glm5: Glm5Config,
+    change: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+) -> None:
+    """Writes `source` anew, dequantised, tensor by tensor through `change`, which keeps shape and dtype.
+
+    The folder appears complete or not at all; one tensor is in memory at a time.
+    """
+    plain = glm5.model_copy(update={"fp8": None})
+    with (
+        open_checkpoint(source, glm5) as reader,
+        SafetensorsWriter(target, tensor_plan(reader)) as writer,
+    ):
+        for name in reader.names():
+            writer.add(name, change(name, reader.read(name)))
+        add_small_files(writer, source, plain)
+
+
+def tensor_plan(reader: TensorReader) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of everything a reader holds, for a writer."""
+    return {name: (reader.shape(name), reader.dtype(name)) for name in reader.names()}

@@ -1,0 +1,140 @@
+"""The verbs of `glm5`; heavy packages are imported by the verb that needs them."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from glm5.errors import Glm5Error
+
+app = typer.Typer(
+    name="glm5",
+    help="LoRA and full fine-tuning of the GLM-5 family on Megatron-Core.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+
+
+class Variant(StrEnum):
+    """The published models that a tiny one can be shaped like."""
+
+    GLM_5 = "5"
+    GLM_5_1 = "5.1"
+    GLM_5_2 = "5.2"
+
+
+class Form(StrEnum):
+    """What an export writes."""
+
+    ADAPTER = "adapter"
+    MERGED = "merged"
+    HF = "hf"
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]")] = Path("demo"), json: Json = False
+) -> None:
+    """Run the whole job on a tiny model: verify, train a LoRA, export, reload in transformers+peft."""
+    from glm5.cli.demo import run_demo
+
+    raise typer.Exit(run_demo(folder, json=json))
+
+
+@app.command()
+def tiny(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    variant: Annotated[Variant, typer.Option(help="Which model it is shaped like.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
+    json: Json = False,
+) -> None:
+    """Write a tiny Hugging Face checkpoint with random weights, a tokenizer and chat data."""
+    from glm5.checkpoint.tiny import write_tiny
+    from glm5.cli.output import Output
+
+    path = write_tiny(folder, variant.value, seed)
+    Output(json).result({"folder": str(path), "variant": variant.value, "seed": seed})
+
+
+@app.command()
+def verify(hf_dir: Annotated[str, typer.Argument(metavar="HF_DIR")], json: Json = False) -> None:
+    """Compare a checkpoint's model with transformers, below and above topk, packed and unpacked."""
+    from glm5.cli.verify import run_verify
+
+    raise typer.Exit(run_verify(hf_dir, json=json))
+
+
+@app.command()
+def convert(
+    hf_dir: Annotated[str, typer.Argument(metavar="HF_DIR")],
+    ckpt_dir: Annotated[Path, typer.Argument(metavar="CKPT_DIR")],
+    json: Json = False,
+) -> None:
+    """Turn a Hugging Face checkpoint into a Megatron-Core one."""
+    from glm5.cli.convert import run_convert
+
+    run_convert(hf_dir, ckpt_dir, json=json)
+
+
+@app.command()
+def train(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train as the run file says; Ctrl-C or SIGTERM saves, the same command resumes."""
+    from glm5.cli.train import run_train
+
+    run_train(run_file, overrides or [], json=json)
+
+
+@app.command()
+def export(
+    ckpt_dir: Annotated[Path, typer.Argument(metavar="CKPT_DIR")],
+    out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR")],
+    form: Annotated[Form, typer.Option("--as", help="What to write.")],
+    json: Json = False,
+) -> None:
+    """Write a PEFT adapter, a merged or a plain Hugging Face checkpoint, verified by loading it."""
+    from glm5.cli.export import run_export
+
+    run_export(ckpt_dir, out_dir, form.value, json=json)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Show what this machine has and which attention backends can run on it."""
+    from glm5.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(json=json))
+
+
+def run() -> None:
+    """Runs a verb; an error of the user's is told in full, without a traceback."""
+    from glm5.cli.quiet import quiet_libraries
+
+    quiet_libraries()
+    try:
+        app()
+    except Glm5Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    finally:
+        _shut_down()
+
+
+def _shut_down() -> None:
+    """A process group left open makes torch warn at exit; `glm5 --help` must not import torch for it."""
+    if "torch" in sys.modules:
+        from glm5.runtime.distributed import shut_down
+
+        shut_down()

@@ -1,0 +1,68 @@
+"""`glm5 doctor`: what this machine has."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from glm5.cli.output import Output
+
+# What the numbers of this project were proved with; the last two columns are for people.
+_PACKAGES = (
+    ("torch", "==2.11.*", "required"),
+    ("megatron-core", ">=0.19,<0.20", "required"),
+    ("transformers", ">=5.13", "required"),
+    ("safetensors", ">=0.5", "required"),
+    ("peft", ">=0.21", "optional: export of adapters"),
+    ("transformer-engine", "", "optional"),
+)
+
+
+def run_doctor(*, json: bool) -> int:
+    """Prints versions, device and backends; returns 1 when something required is missing."""
+    output = Output(json)
+    packages = [_package(*entry) for entry in _PACKAGES]
+    device = _device()
+    backends = _backends()
+    output.table("packages", ("package", "version", "supported", "need", ""), packages)
+    output.table("attention backends", ("backend", "", "reason"), backends)
+    output.say(f"python {platform.python_version()}; device: {device}")
+    ok = all(good for *_, need, good in packages if need == "required")
+    if json:
+        output.result(
+            {
+                "ok": ok,
+                "python": platform.python_version(),
+                "device": device,
+                "packages": {name: found for name, found, *_ in packages},
+                "backends": {name: available for name, available, _ in backends},
+            }
+        )
+    return 0 if ok else 1
+
+
+def _package(name: str, supported: str, need: str) -> tuple[str, str, str, str, bool]:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return name, "-", supported, need, need != "required"
+    good = Version(found) in Requirement(f"{name}{supported}").specifier
+    return name, found, supported, need, good
+
+
+def _device() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    return f"{torch.cuda.device_count()} x {', '.join(sorted(names))}"
+
+
+def _backends() -> list[tuple[str, bool, str]]:
+    from glm5.ops.backends import backend_report
+
+    return [(status.name, status.available, status.reason) for status in backend_report()]

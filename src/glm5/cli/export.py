@@ -1,0 +1,24 @@
+"""`glm5 export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from glm5.cli.output import Output
+from glm5.export.export import Form, export
+
+
+def run_export(ckpt_dir: Path, out_dir: Path, form: Form, *, json: bool) -> None:
+    """Exports and shows what was checked before the folder appeared."""
+    output = Output(json)
+    checks = export(ckpt_dir, out_dir, form)
+    output.table(
+        f"{out_dir} ({form})",
+        ("compared", "error", "limit", ""),
+        [(check.what, check.error, check.limit, check.ok) for check in checks],
+    )
+    output.result(
+        {"folder": str(out_dir), "as": form, "checks": [check.as_dict() for check in checks]}
+        if json
+        else {"folder": out_dir}
+    )

@@ -1,0 +1,48 @@
+"""Results of a verb: a table for people, one JSON object for scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+class Output:
+    """With `as_json` only the result is printed, on standard output; else text and tables are."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.console = Console()
+
+    def say(self, text: str) -> None:
+        """A line on the way to the result."""
+        if not self.as_json:
+            self.console.print(text, highlight=False)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table; booleans are shown as ok or FAILED."""
+        if self.as_json:
+            return
+        table = Table(title=title, title_justify="left")
+        for name in columns:
+            table.add_column(name)
+        for row in rows:
+            table.add_row(*(_cell(value) for value in row))
+        self.console.print(table)
+
+    def result(self, values: Mapping[str, Any]) -> None:
+        """The result itself."""
+        if self.as_json:
+            print(json.dumps(values, indent=2))
+            return
+        for key, value in values.items():
+            self.console.print(f"{key}: {value}", highlight=False)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "[green]ok[/green]" if value else "[bold red]FAILED[/bold red]"
+    return f"{value:.2e}" if isinstance(value, float) else str(value)

@@ -1,0 +1,17 @@
+"""Keeps the command line's output to what glm5 says."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+# They report on every start that optional packages are not installed, and deprecate their own classes.
+_TALKATIVE = ("megatron", "torch.utils.cpp_extension", "torch.distributed.checkpoint")
+
+
+def quiet_libraries() -> None:
+    """Silences start-up warnings of the libraries; errors still come through."""
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for module in ("megatron", "torch", "transformers", "peft"):
+        warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")

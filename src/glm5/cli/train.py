@@ -1,0 +1,26 @@
+"""`glm5 train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from glm5.cli.output import Output
+from glm5.train.run import train
+from glm5.train.run_config import RunConfig
+
+
+def run_train(run_file: Path, overrides: Sequence[str], *, json: bool) -> None:
+    """Trains and says where the checkpoint is."""
+    output = Output(json)
+    run = RunConfig.from_toml(run_file, overrides)
+    result = train(run, say=output.say, quiet=json)
+    if result.stopped_by:
+        output.say(f"stopped by {result.stopped_by}; the same command goes on from here")
+    output.result(
+        {
+            "checkpoint": str(result.checkpoint),
+            "step": result.step,
+            "finished": result.stopped_by is None,
+        }
+    )

@@ -1,0 +1,48 @@
+"""`glm5 export`: picks the writer for what the checkpoint is and what was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from glm5.checkpoint.atomic import check_is_free
+from glm5.checkpoint.ckpt_dir import find_checkpoint, read_record
+from glm5.errors import CheckpointError
+from glm5.export.adapter import export_adapter
+from glm5.export.check import ExportCheck
+from glm5.export.hf import export_hf
+from glm5.export.merged import export_merged
+from glm5.export.restore import restore_model
+
+Form = Literal["adapter", "merged", "hf"]
+
+
+def export(checkpoint: Path, out_dir: Path, form: Form) -> list[ExportCheck]:
+    """Writes `checkpoint` (or the newest of a run) to the new folder `out_dir`, verified by loading.
+
+    Raises:
+        CheckpointError: no such checkpoint, a form that does not fit it, or `out_dir` is taken.
+        CheckFailedError: what was written does not compute the same logits; it is removed.
+    """
+    checkpoint = find_checkpoint(checkpoint)
+    record = read_record(checkpoint)
+    check_is_free(out_dir)
+    _check_form(checkpoint, record.kind, form)
+    # the comparison is in fp32; written values keep the dtype that they trained in
+    model = restore_model(checkpoint, record, dtype="float32")
+    if form == "adapter":
+        return export_adapter(model, record, out_dir)
+    if form == "merged":
+        return export_merged(model, record, out_dir)
+    return export_hf(model, checkpoint, include_mtp=record.include_mtp, out_dir=out_dir)
+
+
+def _check_form(checkpoint: Path, kind: str, form: Form) -> None:
+    fitting = {"adapter": ("adapter", "merged"), "model": ("hf",)}[kind]
+    if form not in fitting:
+        raise CheckpointError(
+            f"{checkpoint} cannot be exported as {form}",
+            got=f"a checkpoint that holds {'adapters' if kind == 'adapter' else 'every weight'}",
+            expected=f"--as {' or --as '.join(fitting)}",
+            remedy="choose one of these",
+        )

@@ -1,0 +1,63 @@
+"""`glm5 export --as hf`: a model checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from glm5.checkpoint.atomic import new_folder
+from glm5.checkpoint.ckpt_dir import HF_FOLDER
+from glm5.checkpoint.convert import hf_weights, mcore_tensors
+from glm5.checkpoint.glm5_rules import glm5_rules
+from glm5.checkpoint.hf_files import add_small_files
+from glm5.checkpoint.hf_layout import hf_tensors
+from glm5.checkpoint.safetensors_writer import SafetensorsWriter
+from glm5.config import Glm5Config
+from glm5.export.check import ExportCheck, check_logits
+from glm5.parity.hf_side import load_reference
+from glm5.parity.logits import hf_logits, mcore_logits, probe_tokens
+
+
+def export_hf(
+    model: GPTModel, checkpoint: Path, *, include_mtp: bool, out_dir: Path
+) -> list[ExportCheck]:
+    """Writes every weight under its Hugging Face name and published dtype, then checks the logits.
+
+    A checkpoint without the MTP layer gives a config.json that says so, instead of one that promises
+    tensors which are not there.
+
+    Raises:
+        CheckFailedError: `transformers` computes other logits from the folder.
+    """
+    glm5 = _exported_config(model.config.glm5, include_mtp=include_mtp)
+    rules = glm5_rules(glm5, include_mtp=include_mtp)
+    plan = {
+        name: (tensor.shape, getattr(torch, tensor.dtype))
+        for name, tensor in hf_tensors(glm5).items()
+    }
+    with new_folder(out_dir) as staging:
+        folder = staging / "hf"
+        with SafetensorsWriter(folder, plan) as writer:
+            for name, tensor in hf_weights(mcore_tensors(model), rules):
+                writer.add(name, tensor.to(plan[name][1]))
+            add_small_files(writer, checkpoint / HF_FOLDER, glm5)
+        token_ids = probe_tokens(glm5)
+        reference = load_reference(folder, glm5, next(model.parameters()).device)
+        check = check_logits(
+            "transformers on the exported folder",
+            hf_logits(reference, token_ids),
+            mcore_logits(model, token_ids),
+        )
+        for file in folder.iterdir():
+            file.rename(staging / file.name)
+        folder.rmdir()
+    return [check]
+
+
+def _exported_config(glm5: Glm5Config, *, include_mtp: bool) -> Glm5Config:
+    raw = glm5.model_copy(update={"fp8": None}).to_hf_dict()
+    if not include_mtp:
+        raw["num_nextn_predict_layers"] = 0
+    return Glm5Config.from_hf_dict(raw)

@@ -1,0 +1,84 @@
+"""`glm5 export --as merged`: the base checkpoint with the adapters added to its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from glm5.checkpoint.adapter_io import LoraFactors
+from glm5.checkpoint.atomic import new_folder
+from glm5.checkpoint.ckpt_dir import CheckpointRecord
+from glm5.checkpoint.dequantise import rewrite_checkpoint
+from glm5.checkpoint.hf_folder import hf_folder
+from glm5.checkpoint.load import load_model
+from glm5.config import Glm5Config
+from glm5.errors import CheckFailedError
+from glm5.export.check import ExportCheck, check_logits, share_lost
+from glm5.export.factors import adapter_factors
+from glm5.parity.hf_side import load_reference
+from glm5.parity.logits import hf_logits, mcore_logits, probe_tokens
+
+# Rounding to bf16 costs a small adapter some of its effect; past this the merge is pointless.
+MAX_SHARE_LOST = 0.5
+
+
+def export_merged(model: GPTModel, record: CheckpointRecord, out_dir: Path) -> list[ExportCheck]:
+    """Writes W + alpha/rank * B A, summed in fp32 and rounded once to the base's dtype.
+
+    Before the folder appears, `transformers` has loaded it and agrees with glm5 on the same folder,
+    and with the adapted model as far as the rounding of the weights allows.
+
+    Raises:
+        CheckFailedError: other logits, or a dtype too coarse for the adapter.
+    """
+    assert record.lora is not None and record.base is not None
+    glm5: Glm5Config = model.config.glm5
+    base = hf_folder(record.base)
+    scale = record.lora.alpha / record.lora.rank
+    factors = adapter_factors(model, torch.float32)
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        return merge(tensor, factors.get(name.removesuffix(".weight")), scale)
+
+    source = Glm5Config.from_hf(base).model_copy(update={"latent_norm_eps": glm5.latent_norm_eps})
+    with new_folder(out_dir) as staging:
+        folder = staging / "hf"
+        rewrite_checkpoint(base, folder, source, change)
+        checks = _check(model, base, folder)
+        for file in folder.iterdir():
+            file.rename(staging / file.name)
+        folder.rmdir()
+    return checks
+
+
+def merge(weight: Tensor, factors: LoraFactors | None, scale: float) -> Tensor:
+    """weight [out, in] + scale * b @ a, in fp32, rounded once to the dtype of weight."""
+    if factors is None:
+        return weight
+    delta = factors.b.float() @ factors.a.float()
+    return (weight.float() + scale * delta.to(weight.device)).to(weight.dtype)
+
+
+def _check(model: GPTModel, base: Path, folder: Path) -> list[ExportCheck]:
+    glm5 = Glm5Config.from_hf(folder)
+    token_ids = probe_tokens(glm5)
+    device = next(model.parameters()).device
+    reference = hf_logits(load_reference(folder, glm5, device), token_ids)
+    merged = mcore_logits(load_model(folder, dtype="float32"), token_ids)
+    checks = [check_logits("transformers on the merged folder", reference, merged)]
+    adapted = mcore_logits(model, token_ids)
+    if glm5.dtype == "float32":
+        return [*checks, check_logits("merged against adapter", reference, adapted)]
+    plain = mcore_logits(load_model(base, dtype="float32"), token_ids)
+    lost = share_lost(reference, adapted, plain)
+    if not lost <= MAX_SHARE_LOST:
+        raise CheckFailedError(
+            f"{glm5.dtype} is too coarse to hold this adapter",
+            got=f"{lost:.0%} of its effect on the logits would be rounded away",
+            expected=f"at most {MAX_SHARE_LOST:.0%}",
+            remedy="export it with --as adapter",
+        )
+    return [*checks, ExportCheck("share of the adapter lost to rounding", lost, MAX_SHARE_LOST)]
