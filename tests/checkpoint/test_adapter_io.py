@@ -21,7 +21,7 @@ from glm5.checkpoint.adapter_io import (
     write_peft_adapter,
 )
 from glm5.config import Glm5Config
-from glm5.errors import AdapterError
+from glm5.errors import AdapterError, CheckpointError
 
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers", minversion="5.13")
@@ -551,7 +551,7 @@ def test_write_refuses_nothing_and_a_folder_in_use(config: Glm5Config, tmp_path:
     (tmp_path / "adapter").mkdir()
     write(tmp_path / "adapter", factors, config)
     before = (tmp_path / "adapter" / WEIGHTS).read_bytes()
-    with pytest.raises(AdapterError, match="exists already"):
+    with pytest.raises(CheckpointError, match="not an empty folder"):
         write(tmp_path / "adapter", make_factors(config), config)
     assert (tmp_path / "adapter" / WEIGHTS).read_bytes() == before
 

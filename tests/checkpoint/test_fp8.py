@@ -10,7 +10,9 @@ from glm5.checkpoint.fp8 import (
     open_checkpoint,
     quantize_block,
 )
-from glm5.checkpoint.safetensors_io import SafetensorsReader, SafetensorsWriter
+from glm5.checkpoint.safetensors_file import plan_of
+from glm5.checkpoint.safetensors_io import SafetensorsReader
+from glm5.checkpoint.safetensors_writer import SafetensorsWriter
 from glm5.checkpoint.tiny import tiny_config
 from glm5.config import Fp8Quantization, Glm5Config
 from glm5.errors import CheckpointError
@@ -34,7 +36,7 @@ def random_fp8(rows: int, columns: int, block: tuple[int, int] = BLOCK) -> tuple
 
 
 def write(folder: Path, tensors: dict[str, Tensor]) -> SafetensorsReader:
-    with SafetensorsWriter(folder) as writer:
+    with SafetensorsWriter(folder, plan_of(tensors)) as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
     return SafetensorsReader(folder)

@@ -8,7 +8,9 @@ from torch import Tensor
 from glm5.checkpoint.glm5_rules import glm5_rules, hf_modules, mtp_hf_names, templates
 from glm5.checkpoint.hf_layout import hf_tensors
 from glm5.checkpoint.rules import GatedPair, Rename, Rule, check_total
-from glm5.checkpoint.safetensors_io import SafetensorsReader, SafetensorsWriter
+from glm5.checkpoint.safetensors_file import plan_of
+from glm5.checkpoint.safetensors_io import SafetensorsReader
+from glm5.checkpoint.safetensors_writer import SafetensorsWriter
 from glm5.checkpoint.tiny import tiny_config
 from glm5.config import Glm5Config
 from glm5.errors import CheckpointError
@@ -132,7 +134,8 @@ def test_ranks_that_do_not_divide_the_dimension(shape: tuple[int, ...], dim: int
 
 def test_loading_from_files(tmp_path: Path) -> None:
     gate, up = torch.randn(4, 3), torch.randn(4, 3)
-    with SafetensorsWriter(tmp_path / "m", max_shard_bytes=1) as writer:
+    plan = plan_of({"g": gate, "u": up})
+    with SafetensorsWriter(tmp_path / "m", plan, max_shard_bytes=1) as writer:
         writer.add("g", gate)
         writer.add("u", up)
     with SafetensorsReader(tmp_path / "m") as reader:

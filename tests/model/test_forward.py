@@ -6,6 +6,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from glm5.checkpoint.load import load_model
+from glm5.errors import DataError
 from glm5.model.forward import logits
 from tests.tiny_models import (
     TinyFolder,
@@ -126,10 +127,19 @@ def test_the_same_input_gives_the_same_bits(model: GPTModel) -> None:
 
 @pytest.mark.parametrize("cut", [[0, 4], [0, 7], [1, 5], [5], [0, 3, 2, 5], [0, -1, 5]], ids=str)
 def test_documents_that_do_not_span_the_tokens_are_refused(model: GPTModel, cut: list[int]) -> None:
-    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the 5 tokens"):
+    with pytest.raises(DataError, match="does not describe packed documents"):
         logits(model, draw_tokens(5), torch.tensor(cut))
 
 
-def test_token_ids_are_one_row(model: GPTModel) -> None:
-    with pytest.raises(ValueError, match=r"one row \[t\].*\(2, 3\)"):
-        logits(model, draw_tokens(6).view(2, 3))
+@pytest.mark.parametrize(
+    "token_ids", [torch.zeros(2, 3, dtype=torch.long), torch.zeros(0).long(), torch.zeros(4)]
+)
+def test_token_ids_are_one_row_of_integers(model: GPTModel, token_ids: Tensor) -> None:
+    with pytest.raises(DataError, match="not one row of integers"):
+        logits(model, token_ids)
+
+
+@pytest.mark.parametrize("outside", [-1, 320])
+def test_token_ids_belong_to_the_vocabulary(model: GPTModel, outside: int) -> None:
+    with pytest.raises(DataError, match=f"(?s)outside the vocabulary.*{outside}.*0 to 319"):
+        logits(model, torch.tensor([3, outside, 4]))

@@ -126,8 +126,8 @@ def _kl(layer: Seen, glm5: Any) -> Tensor:
     target = _attention(layer, glm5)
     scores = _scores(layer, glm5)
     total = []
-    for i, keys in enumerate(layer.topk_indices.long()):
-        keys = keys[keys >= 0]
+    for i, selected in enumerate(layer.topk_indices.long()):
+        keys = selected[selected >= 0]
         p = target[i, keys] / target[i, keys].sum()
         log_q = torch.log_softmax(scores[i, keys], dim=0)
         total.append((p * (p.log() - log_q)).sum())

@@ -50,7 +50,7 @@ def test_seeds_and_states_are_the_cpus() -> None:
 
 
 def test_a_gpu_is_never_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_enabled_mode", None)
+    monkeypatch.setattr(cpu._MODE, "active", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     before = dict(vars(torch.cuda))

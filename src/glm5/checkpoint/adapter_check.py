@@ -12,6 +12,7 @@ from torch import Tensor
 
 from glm5.checkpoint.adapter_file import WEIGHTS_FILE
 from glm5.checkpoint.adapter_layout import LoraFactors, fused_weight, peft_weights
+from glm5.checkpoint.hf_model import load_hf_model
 from glm5.checkpoint.names import summarise
 from glm5.errors import AdapterError
 
@@ -80,12 +81,9 @@ def load_peft_model(
     """
     try:
         from peft import PeftModel
-        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise AdapterError(
-            "checking an adapter needs transformers and peft",
-            got=error,
-            remedy="pip install 'transformers>=5.13' 'peft>=0.21.2'",
+            "checking an adapter needs peft", got=error, remedy="pip install 'peft>=0.21.2'"
         ) from error
     if not (Path(folder) / WEIGHTS_FILE).is_file():
         # Without this file PEFT would unpickle adapter_model.bin.
@@ -94,9 +92,7 @@ def load_peft_model(
             expected="safetensors; pickled weights are never loaded",
             remedy="export the adapter again",
         )
-    base = AutoModelForCausalLM.from_pretrained(
-        hf_dir, dtype=torch.float32, use_safetensors=True, local_files_only=True
-    )
+    base = load_hf_model(hf_dir)
     try:
         with warnings.catch_warnings():
             # A false alarm: PEFT looks for them among modules, but applies them to parameters.

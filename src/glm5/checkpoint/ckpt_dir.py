@@ -43,7 +43,7 @@ class CheckpointRecord(BaseModel):
     step: int = 0
     """Optimizer steps taken; 0 for a converted checkpoint."""
     config: dict[str, Any]
-    """The Hugging Face config.json as it would be written, with latent_norm_eps if not the default."""
+    """config.json as it would be written, with latent_norm_eps where it is not the default."""
     dtype: str
     """Parameter dtype of the model."""
     include_mtp: bool

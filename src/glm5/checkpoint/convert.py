@@ -16,7 +16,7 @@ EXPERT_BIAS = ".router.expert_bias"
 
 
 def mcore_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by their Megatron name: parameters and router biases, no adapters."""
+    """A checkpoint's tensors by Megatron name: parameters and router biases, no adapters."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {
         base_name(name): tensor.detach()
@@ -36,8 +36,8 @@ def load_hf_weights(
 ) -> None:
     """Fills every tensor of the model from the checkpoint, one rule at a time.
 
-    `unused` are tensors of the checkpoint that this model has no place for (an MTP layer that is not
-    built). Memory: the model and the largest tensor. `progress` hears the bytes of each target.
+    `unused` are tensors of the checkpoint that this model has no place for (an MTP layer that is
+    not built). Memory: the model and the largest tensor. `progress` hears the bytes of each target.
 
     Raises:
         CheckpointError: a source or target is missing, extra, repeated, or of another shape.

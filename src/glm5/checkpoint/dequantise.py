@@ -1,4 +1,4 @@
-"""A checkpoint as `transformers` can read it: it cannot dequantise block-scaled FP8 with ragged blocks."""
+"""Checkpoints as `transformers` can read them: it cannot dequantise FP8 with ragged blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rewrite_checkpoint(
     glm5: Glm5Config,
     change: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> None:
-    """Writes `source` anew, dequantised, tensor by tensor through `change`, which keeps shape and dtype.
+    """Writes `source` anew, dequantised, through `change`, which keeps shape and dtype.
 
     The folder appears complete or not at all; one tensor is in memory at a time.
     """

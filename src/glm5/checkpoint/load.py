@@ -37,8 +37,8 @@ def load_model(
     """The model of a Hugging Face checkpoint, in evaluation mode, with every tensor checked.
 
     Starts a process group and Megatron's parallel state of one process unless they exist. `backend`
-    defaults to the device's, `dtype` ("float32", "bfloat16") to the checkpoint's, `device` to the GPU
-    where there is one. FP8 weights are dequantised.
+    defaults to the device's, `dtype` ("float32", "bfloat16") to the checkpoint's, `device` to the
+    GPU where there is one. FP8 weights are dequantised.
 
     Raises:
         ConfigError, CheckpointError, BackendError, LayoutError: see what each says.

@@ -1,4 +1,4 @@
-"""Saves and loads sharded state through megatron.core.dist_checkpointing, without trusting pickles."""
+"""Sharded state through megatron.core.dist_checkpointing, without trusting its pickles."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def load_sharded(
 def _results_in_process() -> Iterator[None]:
     """Collects the writer threads' results in this process.
 
-    Megatron starts a manager process for that even when it saves synchronously, and spawning one runs
-    a user's script again unless the script has a main guard.
+    Megatron starts a manager process for that even when it saves synchronously, and spawning one
+    runs a user's script again unless the script has a main guard.
     """
     before = filesystem_async._results_queue
     filesystem_async._results_queue = queue.Queue()

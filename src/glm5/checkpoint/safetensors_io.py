@@ -17,6 +17,7 @@ from glm5.checkpoint.safetensors_file import DTYPES
 from glm5.checkpoint.safetensors_index import shard_files
 from glm5.errors import CheckpointError
 
+
 class TensorReader(Protocol):
     """Named tensors that are read one at a time, whole or in part."""
 

@@ -42,7 +42,7 @@ class Form(StrEnum):
 def demo(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]")] = Path("demo"), json: Json = False
 ) -> None:
-    """Run the whole job on a tiny model: verify, train a LoRA, export, reload in transformers+peft."""
+    """Run the whole job on a tiny model: verify, train a LoRA, export, reload with peft."""
     from glm5.cli.demo import run_demo
 
     raise typer.Exit(run_demo(folder, json=json))
@@ -133,7 +133,7 @@ def run() -> None:
 
 
 def _shut_down() -> None:
-    """A process group left open makes torch warn at exit; `glm5 --help` must not import torch for it."""
+    """Ends the process group, if any: `glm5 --help` must not import torch to find out."""
     if "torch" in sys.modules:
         from glm5.runtime.distributed import shut_down
 

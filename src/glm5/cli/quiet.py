@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 
-# They report on every start that optional packages are not installed, and deprecate their own classes.
+# They report on every start that optional packages are not installed, and deprecate their own
+# classes.
 _TALKATIVE = ("megatron", "torch.utils.cpp_extension", "torch.distributed.checkpoint")
 
 

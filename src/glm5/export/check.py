@@ -46,6 +46,6 @@ def check_logits(what: str, got: Tensor, reference: Tensor, limit: float = LIMIT
 
 
 def share_lost(kept: Tensor, wanted: Tensor, base: Tensor) -> float:
-    """|wanted - kept| / |wanted - base|: the part of an adapter's effect that a merge rounded away."""
+    """|wanted - kept| / |wanted - base|: the part of an adapter's effect that was rounded away."""
     effect = torch.linalg.vector_norm(wanted - base)
     return float(torch.linalg.vector_norm(wanted - kept) / effect.clamp_min(1e-30))

@@ -18,7 +18,8 @@ Form = Literal["adapter", "merged", "hf"]
 
 
 def export(checkpoint: Path, out_dir: Path, form: Form) -> list[ExportCheck]:
-    """Writes `checkpoint` (or the newest of a run) to the new folder `out_dir`, verified by loading.
+    """Writes `checkpoint` (or the newest of a run) to the new folder `out_dir`, verified by
+    loading.
 
     Raises:
         CheckpointError: no such checkpoint, a form that does not fit it, or `out_dir` is taken.

@@ -11,9 +11,9 @@ from glm5.lora.attach import adapter_pairs
 
 
 def adapter_factors(model: GPTModel, dtype: torch.dtype) -> dict[str, LoraFactors]:
-    """(a [rank, in], b [out, rank]) of every adapter in `dtype`, by its Hugging Face linear's path."""
+    """(a [rank, in], b [out, rank]) of every adapter, by the path of its Hugging Face linear."""
     linears = hf_modules(glm5_rules(model.config.glm5, include_mtp=False))
-    factors = {}
+    factors: dict[str, LoraFactors] = {}
     for path, hf_linear, pair in adapter_pairs(model):
         (hf_path,) = (name for name in linears[path] if name.rpartition(".")[2] == hf_linear)
         factors[hf_path] = LoraFactors(pair.a.detach().to(dtype), pair.b.detach().to(dtype))

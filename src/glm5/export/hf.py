@@ -25,8 +25,8 @@ def export_hf(
 ) -> list[ExportCheck]:
     """Writes every weight under its Hugging Face name and published dtype, then checks the logits.
 
-    A checkpoint without the MTP layer gives a config.json that says so, instead of one that promises
-    tensors which are not there.
+    A checkpoint without the MTP layer gives a config.json that says so, instead of one that
+    promises tensors which are not there.
 
     Raises:
         CheckFailedError: `transformers` computes other logits from the folder.

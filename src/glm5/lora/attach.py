@@ -11,12 +11,10 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from torch import Tensor, nn
 
 from glm5.lora.absorbed import AbsorbedLora
-from glm5.lora.factors import LoraPair
+from glm5.lora.factors import Adapted, LoraPair
 from glm5.lora.linear import LoraLinear
 from glm5.lora.targets import TargetModule, find_targets
 from glm5.model.linear import LatentUpProjection
-
-Adapted = LoraLinear | AbsorbedLora
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +42,8 @@ def attach_lora(model: nn.Module, spec: LoraSpec, *, seed: int) -> None:
         parent, _, leaf = target.path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, _adapt(target, spec))
     for path, adapted in adapted_modules(model):
-        for hf_linear, pair in adapted.pairs.items():
-            pair.initialise(seed, f"{path}.{hf_linear}")
+        for hf_linear in adapted.pairs:
+            adapted.pair(hf_linear).initialise(seed, f"{path}.{hf_linear}")
     for module in model.modules():
         if isinstance(module, LanguageModelEmbedding):
             module.register_forward_hook(_ask_for_gradient)
@@ -54,15 +52,15 @@ def attach_lora(model: nn.Module, spec: LoraSpec, *, seed: int) -> None:
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
     """(path, module) of everything that carries adapters, in model order."""
     for path, module in model.named_modules():
-        if isinstance(module, LoraLinear | AbsorbedLora):
+        if isinstance(module, Adapted):
             yield path, module
 
 
 def adapter_pairs(model: nn.Module) -> Iterator[tuple[str, str, LoraPair]]:
     """(path of the adapted module, Hugging Face linear, pair) of every adapter, in model order."""
     for path, module in adapted_modules(model):
-        for hf_linear, pair in module.pairs.items():
-            yield path, hf_linear, pair
+        for hf_linear in module.pairs:
+            yield path, hf_linear, module.pair(hf_linear)
 
 
 def base_name(name: str) -> str:
@@ -82,7 +80,11 @@ def _ask_for_gradient(embedding: nn.Module, args: Any, output: Tensor) -> None:
 
 
 def _adapt(target: TargetModule, spec: LoraSpec) -> Adapted:
-    rank, scale = spec.adapter_rank, spec.scale
-    if isinstance(target.module, LatentUpProjection):
-        return AbsorbedLora(target.module, target.wanted[0], rank=rank, scale=scale)
-    return LoraLinear(target.module, target.hf_linears, target.wanted, rank=rank, scale=scale)
+    kind = AbsorbedLora if isinstance(target.module, LatentUpProjection) else LoraLinear
+    return kind(
+        target.module,
+        target.hf_linears,
+        target.wanted,
+        rank=spec.adapter_rank,
+        scale=spec.scale,
+    )

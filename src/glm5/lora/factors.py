@@ -1,10 +1,11 @@
-"""The low-rank pair of one Hugging Face linear."""
+"""Low-rank pairs, and the module that carries those of one Megatron linear."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 class LoraPair(nn.Module):
     """Delta W = scale * B A for one linear (arXiv 2106.09685); B starts at zero, so the delta does.
 
-    a [rank, in_features], b [out_features, rank], in the dtype and on the device of the base weight.
+    a [rank, in_features], b [out_features, rank], in the dtype and on the device of the base
+    weight.
     """
 
     def __init__(
@@ -41,6 +43,32 @@ class LoraPair(nn.Module):
         """x [..., in_features] -> scale * B A x [..., out_features], in the dtype of x."""
         a, b = self.a.to(x.dtype), self.b.to(x.dtype)
         return nn.functional.linear(nn.functional.linear(x, a), b) * self.scale
+
+
+class Adapted(nn.Module):
+    """A frozen base linear whose rows are `hf_linears`, with a pair for each of `wanted`."""
+
+    def __init__(
+        self,
+        base: nn.Module,
+        hf_linears: Sequence[str],
+        wanted: Sequence[str],
+        *,
+        rank: int,
+        scale: float,
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.hf_linears = tuple(hf_linears)
+        weight = cast(Tensor, base.weight)
+        rows, in_features = weight.shape[0] // len(self.hf_linears), weight.shape[1]
+        self.pairs = nn.ModuleDict(
+            {name: LoraPair(rank, in_features, rows, scale, weight) for name in wanted}
+        )
+
+    def pair(self, hf_linear: str) -> LoraPair:
+        """The pair of one Hugging Face linear."""
+        return cast(LoraPair, self.pairs[hf_linear])
 
 
 def _copy_attribute(source: Any, target: Any, name: str) -> None:

@@ -30,7 +30,7 @@ DEFAULT_TARGETS = tuple(
 
 @dataclass(frozen=True)
 class TargetModule:
-    """A linear to adapt: where it is, which Hugging Face linears it holds, which of them are wanted."""
+    """A module to adapt, the Hugging Face linears that it holds, and those that are wanted."""
 
     path: str
     module: nn.Module

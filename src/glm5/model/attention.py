@@ -82,7 +82,8 @@ class DSASelfAttention(MegatronModule):
     ) -> tuple[Tensor, Tensor]:
         """hidden_states [s, b, hidden_size] normalised -> (output of that shape, topk_indices).
 
-        topk_indices [s * b, index_topk] int32 of the nearest full layer above; a full layer replaces it.
+        topk_indices [s * b, index_topk] int32 of the nearest full layer above; a full layer
+        replaces it.
         """
         row = token_row(hidden_states, packed_seq_params)
         x = row.flatten(hidden_states)
@@ -94,7 +95,7 @@ class DSASelfAttention(MegatronModule):
         q, kv = self._queries_and_keys(x, q_latent, row)
         out, lse = self._attend(q, kv, topk_indices)
         output, _ = self.linear_proj(row.unflatten(out))
-        if index_inputs is not None and self.indexer.trains:
+        if index_inputs is not None and index_inputs.want_gradients:
             output = self._with_indexer_loss(output, index_inputs, q, kv, lse, topk_indices)
         return output, topk_indices
 

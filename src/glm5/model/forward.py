@@ -12,19 +12,20 @@ from glm5.ops.masks import check_cu_seqlens
 
 
 def packed_seq_params(cu_seqlens: Tensor) -> PackedSeqParams:
-    """Megatron's description of packed documents; cu_seqlens [n + 1] int32 on the model's device."""
+    """Megatron's form of packed documents; cu_seqlens [n + 1] int32 on the model's device."""
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
 
 
 def logits(model: GPTModel, token_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Next-token logits of packed documents that never see each other.
 
-    token_ids [t] integer; cu_seqlens [n + 1] integer, document i is [cu_seqlens[i], cu_seqlens[i+1]),
-    default one document; returns [t, vocab_size] in the model's dtype, differentiable unless under
-    torch.no_grad().
+    token_ids [t] integer; cu_seqlens [n + 1] integer, document i is [cu_seqlens[i],
+    cu_seqlens[i+1]), default one document; returns [t, vocab_size] in the model's dtype,
+    differentiable unless under torch.no_grad().
 
     Raises:
-        DataError: token_ids is not one row of ids of the vocabulary, or cu_seqlens does not span it.
+        DataError: token_ids is not one row of ids of the vocabulary, or cu_seqlens does not span
+        it.
     """
     _check_tokens(token_ids, model.vocab_size)
     device = next(model.parameters()).device

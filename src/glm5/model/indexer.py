@@ -26,12 +26,18 @@ class IndexInputs:
     k: Tensor
     weights: Tensor
 
+    @property
+    def want_gradients(self) -> bool:
+        """Whether a loss on the scores would train anything."""
+        return self.q.requires_grad or self.k.requires_grad or self.weights.requires_grad
+
 
 class LightningIndexer(MegatronModule):
     """score(i, j) = sum_h w_ih relu(q_ih . k_j) (arXiv 2512.02556, eq. 1).
 
-    q = rope(W_q c_i) from the normalised q latent, k = rope(LayerNorm(W_k x_j)), the rope on the first
-    qk_rope_head_dim of index_head_dim; w = W_w x_i / sqrt(index_n_heads * index_head_dim) in fp32.
+    q = rope(W_q c_i) from the normalised q latent, k = rope(LayerNorm(W_k x_j)), the rope on the
+    first qk_rope_head_dim of index_head_dim; w = W_w x_i / sqrt(index_n_heads * index_head_dim) in
+    fp32.
     """
 
     def __init__(self, config: Glm5TransformerConfig) -> None:

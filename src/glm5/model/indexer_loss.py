@@ -22,9 +22,10 @@ def add_indexer_loss(
 ) -> Tensor:
     """Returns `output` unchanged; its backward also sends coeff * sum_t KL_t to the indexer.
 
-    The sum runs over all tokens of the micro-batch, as the main loss does before the trainer divides
-    both by the number of trained tokens. q [t, h, d_qk], kv [t, d_qk], lse [t, h] are constants;
-    topk_indices [t, topk] int32: the KL is over the selected keys (arXiv 2512.02556, eq. 4).
+    The sum runs over all tokens of the micro-batch, as the main loss does before the trainer
+    divides both by the number of trained tokens. q [t, h, d_qk], kv [t, d_qk], lse [t, h] are
+    constants; topk_indices [t, topk] int32: the KL is over the selected keys (arXiv 2512.02556, eq.
+    4).
     """
     kl = indexer_kl(
         index_inputs.q,

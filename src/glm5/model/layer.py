@@ -12,8 +12,9 @@ from torch import Tensor
 class Glm5TransformerLayer(TransformerLayer):
     """TransformerLayer whose `context` is IndexShare's top-k.
 
-    Megatron passes every layer's second result to the next layer as `context`, and saves it with the
-    hidden states where it recomputes activations; a decoder without cross-attention leaves it free.
+    Megatron passes every layer's second result to the next layer as `context`, and saves it with
+    the hidden states where it recomputes activations; a decoder without cross-attention leaves it
+    free.
     """
 
     def _forward_attention(

@@ -11,7 +11,8 @@ from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 
 
 class ReplicatedLinear(nn.Module):
-    """y = x W^T with the whole weight on every tensor-parallel rank, in Megatron's calling convention.
+    """y = x W^T with the whole weight on every tensor-parallel rank, in Megatron's calling
+    convention.
 
     x [..., in_features]; y [..., out_features] in `compute_dtype` (default: the dtype of x);
     weight [out_features, in_features]. Returns (y, None): there is no bias.

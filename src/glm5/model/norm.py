@@ -9,7 +9,8 @@ from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 
 
 class RMSNorm(nn.Module):
-    """y = weight * cast(x / sqrt(mean(x^2) + eps)), the mean in fp32 and the cast before the weight.
+    """y = weight * cast(x / sqrt(mean(x^2) + eps)), the mean in fp32 and the cast before the
+    weight.
 
     x [..., hidden_size] any float dtype; y the same shape and dtype; weight [hidden_size].
     """

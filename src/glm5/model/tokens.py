@@ -37,7 +37,7 @@ class TokenRow:
 
 
 def token_row(hidden_states: Tensor, packed_seq_params: PackedSeqParams | None) -> TokenRow:
-    """The documents of hidden_states [s, b, hidden_size] (thd: [t, 1, hidden_size] with cu_seqlens_q)."""
+    """The documents of hidden_states: bshd [s, b, hidden_size], or thd [t, 1, hidden_size]."""
     seq_len, batch, _ = hidden_states.shape
     if packed_seq_params is not None:
         assert batch == 1, f"thd inputs have batch 1, got {batch}"

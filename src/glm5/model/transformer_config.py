@@ -22,7 +22,7 @@ SELECTIVE_MODULES = ("core_attn", "mlp", "moe")
 
 @dataclass
 class Glm5TransformerConfig(MLATransformerConfig):
-    """Megatron-Core's config plus what its own fields cannot say; every glm5 module reads it from here."""
+    """Megatron-Core's config plus what its own fields cannot say."""
 
     glm5: Glm5Config = field(kw_only=True)
     """The model as published; dimensions and the layer schedule are read from it."""
@@ -114,8 +114,8 @@ def _experts(glm5: Glm5Config, device: torch.device, layout: Layout) -> dict[str
         "moe_layer_freq": [int(kind == "sparse") for kind in glm5.mlp_layer_types],
         "moe_ffn_hidden_size": glm5.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": glm5.n_shared_experts * glm5.moe_intermediate_size,
-        # under overlap the shared expert's reduction happens outside its linear, and an adapter on it
-        # would be counted once per tensor-parallel rank
+        # under overlap the shared expert's reduction happens outside its linear, and an adapter on
+        # it would be counted once per tensor-parallel rank
         "moe_shared_expert_overlap": False,
         "moe_router_topk": glm5.num_experts_per_tok,
         "moe_router_score_function": "sigmoid",

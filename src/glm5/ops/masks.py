@@ -1,5 +1,7 @@
 """From packed documents to the keys that each token may see."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
 def _first_fault(edges: list[int], num_tokens: int) -> str | None:
     if edges[0] != 0:
         return f"the first entry is {edges[0]}"
-    for i, (before, after) in enumerate(zip(edges, edges[1:], strict=False)):
+    for i, (before, after) in enumerate(pairwise(edges)):
         if after < before:
             return f"entry {i + 1} is {after}, after {before}"
     if edges[-1] != num_tokens:

@@ -64,7 +64,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Selection:
-    """How two selections differ: rows that differ at all, and those that rounding cannot explain."""
+    """Rows whose selections differ at all, and those where rounding cannot explain it."""
 
     layer: int
     different_rows: int
@@ -74,7 +74,7 @@ class Selection:
 def compare_selections(
     ours: Observation, reference: Observation, lengths: Sequence[int]
 ) -> list[Selection]:
-    """Per full layer; a differing key is explained when its score is within rounding of the k-th."""
+    """Per full layer; rounding explains a key whose score is that close to the k-th."""
     visible = block_mask(lengths, ours.logits.device)
     if ours.selected.keys() != reference.selected.keys():
         full = sorted(ours.selected.keys() ^ reference.selected.keys())

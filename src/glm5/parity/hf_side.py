@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from glm5.checkpoint.dequantise import readable_by_transformers
+from glm5.checkpoint.hf_model import load_hf_model
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError
 from glm5.parity.observation import Observation, document_slices, next_token_loss
@@ -20,30 +20,25 @@ from glm5.parity.observation import Observation, document_slices, next_token_los
 MIN_TRANSFORMERS = (5, 13)
 
 
-def load_reference(folder: Path, glm5: Glm5Config, device: torch.device) -> nn.Module:
+def load_reference(folder: Path, glm5: Glm5Config, device: torch.device) -> Any:
     """The `transformers` model of a local folder in fp32 with eager attention.
 
-    transformers parses the schedule from the raw config by itself; only keys that some of its releases
-    write and others misread are left out. It hard-wires the latent norms' eps, so that one is set.
+    transformers parses the schedule from the raw config by itself; only keys that some of its
+    releases write and others misread are left out. It hard-wires the latent norms' eps, so that one
+    is set.
 
     Raises:
         ConfigError: this transformers is too old to be an oracle, or cannot express the model.
     """
     import transformers
-    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+    from transformers import GlmMoeDsaConfig
 
     _check_oracle(transformers.__version__, glm5)
     config = GlmMoeDsaConfig(**glm5.model_copy(update={"fp8": None}).to_hf_dict())
-    with _quiet(transformers), readable_by_transformers(folder, glm5) as readable:
-        model = GlmMoeDsaForCausalLM.from_pretrained(
-            readable,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            use_safetensors=True,
-        )
+    with readable_by_transformers(folder, glm5) as readable:
+        model = load_hf_model(readable, config=config)
     set_latent_eps(model, glm5)
-    return model.to(device).eval()
+    return model.to(device)
 
 
 def set_latent_eps(model: Any, glm5: Glm5Config) -> None:
@@ -61,7 +56,7 @@ def observe_hf(
     selected: dict[int, Tensor] | None = None,
     gradients: bool = True,
 ) -> Observation:
-    """Runs every document alone and joins the results; `selected` replaces the indexers' choices."""
+    """Runs every document alone and joins them; `selected` replaces the indexers' choices."""
     model.zero_grad(set_to_none=True)
     parts = [
         _observe_document(model, token_ids[part], part.start, _cut(selected, part))
@@ -110,20 +105,6 @@ def _check_oracle(version: str, glm5: Glm5Config) -> None:
             expected="true, which transformers hard-wires",
             remedy="verify is not possible for this checkpoint",
         )
-
-
-@contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """The MTP layer is reported as unexpected on every load; our own rules check the names."""
-    logging = transformers.utils.logging
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
 
 
 def _observe_document(

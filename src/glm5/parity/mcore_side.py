@@ -77,7 +77,7 @@ def _flat(hidden: Tensor) -> Tensor:
 def _hf_gradients(model: GPTModel) -> dict[str, Tensor]:
     """Gradients under the checkpoint's names: a gradient is cut and joined as its weight is."""
     by_name = {name: parameter.grad for name, parameter in model.named_parameters()}
-    gradients = {}
+    gradients: dict[str, Tensor] = {}
     for rule in glm5_rules(model.config.glm5, include_mtp=False):
         gradient = by_name.get(rule.mcore_name)
         if gradient is not None:

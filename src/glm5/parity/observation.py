@@ -36,7 +36,7 @@ def document_slices(lengths: Sequence[int]) -> list[slice]:
 
 
 def next_token_loss(logits: Tensor, token_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Mean cross-entropy of the next token inside each document; logits [t, vocab], token_ids [t]."""
+    """Mean cross-entropy of the next token in each document; logits [t, vocab], token_ids [t]."""
     total, count = logits.new_zeros(()), 0
     for part in document_slices(lengths):
         predicted, wanted = logits[part][:-1], token_ids[part][1:]

@@ -9,7 +9,7 @@ from glm5.config import Glm5Config
 
 
 def draw_tokens(glm5: Glm5Config, count: int, generator: torch.Generator) -> Tensor:
-    """[count] int64: any token but the padding one, whose embedding gradient transformers discards."""
+    """[count] int64: any token but padding, whose embedding gradient transformers discards."""
     token_ids = torch.randint(glm5.vocab_size - 1, (count,), generator=generator)
     pad = glm5.vocab_size if glm5.pad_token_id is None else glm5.pad_token_id
     return token_ids + (token_ids >= pad)

@@ -27,7 +27,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings; `tied_rows` counts queries whose selection differs by an exact or rounded tie."""
+    """All findings; `tied_rows` counts queries whose selection differs by a tie."""
 
     findings: tuple[Finding, ...]
     tied_rows: int
@@ -42,7 +42,7 @@ class Report:
 
 
 def cases(topk: int) -> tuple[Case, ...]:
-    """Lengths below and above topk, alone, packed and batched: below topk every indexer bug hides."""
+    """Lengths below and above topk, packed and batched: below topk every indexer bug hides."""
     short, long = max(2, topk // 2), 3 * topk + 5
     return (
         Case("short", (short,)),

@@ -1,7 +1,8 @@
 """Megatron-Core on a machine without a GPU (gloo + CPU tensors).
 
-Megatron-Core assumes CUDA in many places. `enable_cpu_runtime` answers each assumption here and nowhere
-else; it is called explicitly, refuses to run where a GPU is present, and changes nothing twice.
+Megatron-Core assumes CUDA in many places. `enable_cpu_runtime` answers each assumption here and
+nowhere else; it is called explicitly, refuses to run where a GPU is present, and changes nothing
+twice.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _CPU = torch.device("cpu")
 
 class _CudaMeansCpu(TorchFunctionMode):
     """Redirects `device="cuda"` and `.cuda()` to the CPU: Megatron-Core writes both literally."""
+
+    active = False
 
     def __torch_function__(
         self,
@@ -80,7 +83,7 @@ class _Stream:
 
 
 _THE_STREAM = _Stream()
-_enabled_mode: _CudaMeansCpu | None = None
+_MODE = _CudaMeansCpu()
 
 
 def enable_cpu_runtime() -> None:
@@ -89,8 +92,7 @@ def enable_cpu_runtime() -> None:
     Raises:
         BackendError: a CUDA device is present, so the real runtime must be used.
     """
-    global _enabled_mode
-    if _enabled_mode is not None:
+    if _MODE.active:
         return
     if torch.cuda.is_available():
         raise BackendError(
@@ -102,8 +104,8 @@ def enable_cpu_runtime() -> None:
     _answer_torch_cuda()
     _answer_megatron_rng()
     _answer_jit_fuser()
-    _enabled_mode = _CudaMeansCpu()
-    _enabled_mode.__enter__()
+    _MODE.active = True
+    _MODE.__enter__()
 
 
 def _is_cuda(device: Any) -> bool:

@@ -22,7 +22,7 @@ class Layout:
 
 
 def default_device() -> torch.device:
-    """The GPU of this process where there is one (under a launcher, its local rank's), else the CPU."""
+    """The GPU of this process (under a launcher, of its local rank), else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if dist.is_torchelastic_launched():
@@ -35,8 +35,8 @@ def ensure_distributed(
 ) -> None:
     """Initialises torch.distributed and Megatron's parallel state unless the caller has done so.
 
-    Without a launcher (no RANK in the environment) this is one process with a local store. A parallel
-    state that exists is used as it is; asking for another layout over it is an error.
+    Without a launcher (no RANK in the environment) this is one process with a local store. A
+    parallel state that exists is used as it is; asking for another layout over it is an error.
 
     Raises:
         LayoutError: the sizes do not divide the world, or differ from the state that exists.

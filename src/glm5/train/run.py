@@ -52,8 +52,8 @@ def train(
     `say` hears what the data and the model came to; progress goes to standard error unless `quiet`.
 
     Raises:
-        ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any step.
-        DivergedError: the loss is no longer a number.
+        ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any
+        step. DivergedError: the loss is no longer a number.
     """
     folder = hf_folder(run.model.path)
     resume_step = find_resume_step(run)

@@ -19,7 +19,7 @@ LossResult = tuple[Tensor, Tensor, dict[str, Tensor]]
 def forward_step(
     data_iterator: Iterator[PackedRow], model: nn.Module
 ) -> tuple[Tensor, Callable[[Tensor], LossResult]]:
-    """Megatron's forward_step_func: losses [1, t] fp32 of the next micro-batch, and their reduction."""
+    """Megatron's forward_step_func: losses [1, t] of the next micro-batch, and their sum."""
     device = next(model.parameters()).device
     row = next(data_iterator)
     losses = model(

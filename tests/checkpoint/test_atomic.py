@@ -1,0 +1,48 @@
+from pathlib import Path
+
+import pytest
+
+from glm5.checkpoint.atomic import check_is_free, new_folder
+from glm5.errors import CheckpointError
+
+
+def test_a_folder_appears_at_the_end(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "a" / "b") as staging:
+        (staging / "file").write_text("x")
+        assert not (tmp_path / "a" / "b").exists()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+    assert (tmp_path / "a" / "b" / "file").read_text() == "x"
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with new_folder(tmp_path / "a") as staging:
+        (staging / "file").touch()
+    assert (tmp_path / "a" / "file").exists()
+
+
+def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "a") as staging:
+        (staging / "file").touch()
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_neither_a_file_nor_a_folder_in_use_is_free(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for taken in (tmp_path / "file", tmp_path):
+        with pytest.raises(CheckpointError, match="not an empty folder"), new_folder(taken):
+            pytest.fail("entered")
+    check_is_free(tmp_path / "new")
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_another_process_that_was_faster_wins(tmp_path: Path, is_folder: bool) -> None:
+    target = tmp_path / "a"
+    with pytest.raises(CheckpointError, match="not an empty folder"), new_folder(target):
+        if is_folder:
+            (target / "theirs").mkdir(parents=True)
+        else:
+            target.write_text("theirs")
+    assert list(tmp_path.iterdir()) == [target]
+    assert (target / "theirs").is_dir() if is_folder else target.read_text() == "theirs"
