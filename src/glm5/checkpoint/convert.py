@@ -32,12 +32,14 @@ def load_hf_weights(
     rules: Iterable[Rule],
     *,
     unused: Iterable[str] = (),
+    exact: bool = False,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Fills every tensor of the model from the checkpoint, one rule at a time.
 
     `unused` are tensors of the checkpoint that this model has no place for (an MTP layer that is
-    not built). Memory: the model and the largest tensor. `progress` hears the bytes of each target.
+    not built). With `exact` a value that the model's dtype cannot hold is an error, else it is
+    rounded. Memory: the model and the largest tensor. `progress` hears the bytes of each target.
 
     Raises:
         CheckpointError: a source or target is missing, extra, repeated, or of another shape.
@@ -51,6 +53,8 @@ def load_hf_weights(
         target = targets[rule.mcore_name]
         _check_shape(rule, reader, source, target)
         target.copy_(source)
+        if exact:
+            _check_kept(rule, reader, source, target)
         progress(target.nbytes)
 
 
@@ -60,6 +64,18 @@ def hf_weights(tensors: dict[str, Tensor], rules: Iterable[Rule]) -> Iterator[tu
     check_total(rules, [name for rule in rules for name in rule.hf_names], list(tensors))
     for rule in rules:
         yield from zip(rule.hf_names, rule.to_hf(tensors[rule.mcore_name]), strict=True)
+
+
+def _check_kept(rule: Rule, reader: TensorReader, source: Tensor, target: Tensor) -> None:
+    """transformers may save an fp32 router in a bf16 checkpoint; rounding it moves tokens."""
+    if source.dtype == target.dtype or torch.equal(target.to(source), source):
+        return
+    raise CheckpointError(
+        f"{', '.join(rule.hf_names)} in {reader.file_of(rule.hf_names[0])} would be rounded",
+        got=f"{source.dtype} with values that {target.dtype} does not have",
+        expected=f"values of the checkpoint's own dtype, {target.dtype}",
+        remedy="pass dtype='float32' to load_model, or make config.json's dtype float32",
+    )
 
 
 def _check_shape(rule: Rule, reader: TensorReader, source: Tensor, target: Tensor) -> None:

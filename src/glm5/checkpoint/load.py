@@ -38,7 +38,7 @@ def load_model(
 
     Starts a process group and Megatron's parallel state of one process unless they exist. `backend`
     defaults to the device's, `dtype` ("float32", "bfloat16") to the checkpoint's, `device` to the
-    GPU where there is one. FP8 weights are dequantised.
+    GPU where there is one. FP8 weights are dequantised. Without `dtype` nothing is rounded.
 
     Raises:
         ConfigError, CheckpointError, BackendError, LayoutError: see what each says.
@@ -66,7 +66,7 @@ def load_model(
         )
         rules = glm5_rules(glm5, include_mtp=include_mtp)
         unused = () if include_mtp else mtp_hf_names(glm5)
-        load_hf_weights(model, reader, rules, unused=unused, progress=progress)
+        load_hf_weights(model, reader, rules, unused=unused, exact=dtype is None, progress=progress)
     return model.eval()
 
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dist_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -33,6 +35,12 @@ _INDEX_GLOBALS = {
     "collections": {"OrderedDict"},
 }
 _INDEX_FILE = ".metadata"
+# A damaged or foreign file surfaces as any of these from inside Megatron and torch.
+_LOAD_ERRORS = (
+    dist_checkpointing.core.CheckpointingException,
+    dist_checkpoint.CheckpointException,
+    OSError,
+)
 # Older Megatron releases pickled the common state into this file.
 _LEGACY_FILE = "common.pt"
 
@@ -55,11 +63,16 @@ def load_sharded(
     """
     _check_index(folder)
     try:
-        loaded, missing, unexpected = dist_checkpointing.load(
-            state, str(folder), strict=dist_checkpointing.validation.StrictHandling.RETURN_ALL
-        )
-    except dist_checkpointing.core.CheckpointingException as error:
-        raise CheckpointError(f"{folder} cannot be loaded", got=error) from error
+        with _weights_only():
+            loaded, missing, unexpected = dist_checkpointing.load(
+                state, str(folder), strict=dist_checkpointing.validation.StrictHandling.RETURN_ALL
+            )
+    except _LOAD_ERRORS as error:
+        raise CheckpointError(
+            f"{folder} cannot be loaded",
+            got=_reason(error),
+            remedy="it is damaged, or of another model; use another checkpoint",
+        ) from error
     # what the checkpoint has and `state` does not ask for is "missing" from the request
     if unexpected or (missing and not allow_unread):
         raise CheckpointError(
@@ -85,11 +98,37 @@ def _results_in_process() -> Iterator[None]:
         filesystem_async._results_queue = before
 
 
+def _reason(error: BaseException) -> str:
+    if isinstance(error, dist_checkpoint.CheckpointException):
+        # one failure per rank; its own text is all of their tracebacks
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Plain values come back as numbers, strings and containers, or not at all.
+
+    torch's planner reads them with torch.load(weights_only=False), which runs whatever code a
+    checkpoint holds.
+    """
+    load = torch.load
+
+    def safe_load(*args: Any, **kwargs: Any) -> Any:
+        return load(*args, **{**kwargs, "weights_only": True})
+
+    torch.load = safe_load
+    try:
+        yield
+    finally:
+        torch.load = load
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Reads an index of torch.distributed.checkpoint and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and name.islower() and name.rstrip("0123456789_fnuze")
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name in _INDEX_GLOBALS.get(module, ()) or is_dtype:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name}")

@@ -8,13 +8,16 @@ from pathlib import Path
 from glm5.cli.output import Output
 from glm5.train.run import train
 from glm5.train.run_config import RunConfig
+from glm5.train.state import is_writer
 
 
 def run_train(run_file: Path, overrides: Sequence[str], *, json: bool) -> None:
-    """Trains and says where the checkpoint is."""
+    """Trains and says where the checkpoint is, once however many processes a launcher started."""
     output = Output(json)
     run = RunConfig.from_toml(run_file, overrides)
     result = train(run, say=output.say, quiet=json)
+    if not is_writer():
+        return
     if result.stopped_by:
         output.say(f"stopped by {result.stopped_by}; the same command goes on from here")
     output.result(

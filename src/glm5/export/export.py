@@ -35,7 +35,7 @@ def export(checkpoint: Path, out_dir: Path, form: Form) -> list[ExportCheck]:
         return export_adapter(model, record, out_dir)
     if form == "merged":
         return export_merged(model, record, out_dir)
-    return export_hf(model, checkpoint, include_mtp=record.include_mtp, out_dir=out_dir)
+    return export_hf(model, record, checkpoint, out_dir)
 
 
 def _check_form(checkpoint: Path, kind: str, form: Form) -> None:

@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from glm5.checkpoint.atomic import new_folder
-from glm5.checkpoint.ckpt_dir import HF_FOLDER
+from glm5.checkpoint.ckpt_dir import HF_FOLDER, CheckpointRecord
 from glm5.checkpoint.convert import hf_weights, mcore_tensors
 from glm5.checkpoint.glm5_rules import glm5_rules
 from glm5.checkpoint.hf_files import add_small_files
@@ -21,9 +21,11 @@ from glm5.parity.logits import hf_logits, mcore_logits, probe_tokens
 
 
 def export_hf(
-    model: GPTModel, checkpoint: Path, *, include_mtp: bool, out_dir: Path
+    model: GPTModel, record: CheckpointRecord, checkpoint: Path, out_dir: Path
 ) -> list[ExportCheck]:
-    """Writes every weight under its Hugging Face name and published dtype, then checks the logits.
+    """Writes every weight under its Hugging Face name, in the dtype that it trained in.
+
+    Before the folder appears, `transformers` has loaded it and computes the same logits.
 
     A checkpoint without the MTP layer gives a config.json that says so, instead of one that
     promises tensors which are not there.
@@ -31,8 +33,8 @@ def export_hf(
     Raises:
         CheckFailedError: `transformers` computes other logits from the folder.
     """
-    glm5 = _exported_config(model.config.glm5, include_mtp=include_mtp)
-    rules = glm5_rules(glm5, include_mtp=include_mtp)
+    glm5 = _exported_config(model.config.glm5, record)
+    rules = glm5_rules(glm5, include_mtp=record.include_mtp)
     plan = {
         name: (tensor.shape, getattr(torch, tensor.dtype))
         for name, tensor in hf_tensors(glm5).items()
@@ -56,8 +58,10 @@ def export_hf(
     return [check]
 
 
-def _exported_config(glm5: Glm5Config, *, include_mtp: bool) -> Glm5Config:
+def _exported_config(glm5: Glm5Config, record: CheckpointRecord) -> Glm5Config:
     raw = glm5.model_copy(update={"fp8": None}).to_hf_dict()
-    if not include_mtp:
+    raw.pop("torch_dtype", None)
+    raw["dtype"] = record.dtype
+    if not record.include_mtp:
         raw["num_nextn_predict_layers"] = 0
     return Glm5Config.from_hf_dict(raw)

@@ -6,7 +6,7 @@ from megatron.core.models.gpt import GPTModel
 
 from glm5.errors import LayoutError
 from glm5.model.spec import decoder_spec, mtp_spec
-from glm5.model.transformer_config import Glm5TransformerConfig
+from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 from glm5.runtime.distributed import current_layout
 
 
@@ -18,7 +18,7 @@ def build_model(config: Glm5TransformerConfig) -> GPTModel:
     """
     _check_layout()
     glm5 = config.glm5
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=decoder_spec(config),
         vocab_size=glm5.vocab_size,
@@ -28,6 +28,8 @@ def build_model(config: Glm5TransformerConfig) -> GPTModel:
         share_embeddings_and_output_weights=False,
         mtp_block_spec=mtp_spec(config) if config.mtp_num_layers else None,
     )
+    # Megatron makes the routers on the CPU and moves them in their first forward
+    return model.to(build_device(config))
 
 
 def _check_layout() -> None:

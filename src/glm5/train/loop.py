@@ -73,13 +73,17 @@ class TrainLoop:
         for step in range(first_step, self.section.steps + 1):
             values = self._step(step)
             window.add(values)
-            last = step == self.section.steps or _any_rank(stop.asked_by is not None)
-            if self._due(step, self.section.eval_every, last) and self.eval_data is not None:
-                values["eval_loss"] = self.evaluate(self.eval_data).mean
-            if log is not None and self._due(step, self.section.log_every, last):
+            finished = step == self.section.steps
+            diverged = not all(math.isfinite(values[name]) for name in ("loss", "grad_norm"))
+            if self._due(step, self.section.eval_every, finished) and not diverged:
+                values |= self._eval_values()
+            must_show = finished or diverged or "eval_loss" in values
+            if log is not None and self._due(step, self.section.log_every, must_show):
                 log.log(step, {**values, **window.close()})
-            if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
+            if diverged:
                 raise _diverged(step, values)
+            # a stop saves and logs nothing more, so that a resumed run logs what a whole one does
+            last = finished or _any_rank(stop.asked_by is not None)
             if self._due(step, self.section.save_every, last):
                 save(step)
             if last:
@@ -94,6 +98,9 @@ class TrainLoop:
         reports = self._forward(data, _my_share(indices, 1), forward_only=True)
         model.train()
         return _sum_reports(reports, _device(self.state))
+
+    def _eval_values(self) -> dict[str, float]:
+        return {} if self.eval_data is None else {"eval_loss": self.evaluate(self.eval_data).mean}
 
     def _step(self, step: int) -> dict[str, float]:
         started = time.perf_counter()

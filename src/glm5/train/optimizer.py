@@ -39,7 +39,10 @@ def build_optimizer(model: DistributedDataParallel, section: OptimizerSection) -
 def build_scheduler(
     optimizer: MegatronOptimizer, section: OptimizerSection, steps: int
 ) -> OptimizerParamScheduler:
-    """Warm-up from 0 to lr, then down to min_lr at the last step; weight decay stays constant."""
+    """Step k (from 0) has the rate of k steps done: from 0 up to lr, then down towards min_lr.
+
+    Weight decay stays constant.
+    """
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -20,6 +20,7 @@ from glm5.checkpoint.load import load_model
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError
 from glm5.lora.attach import LoraSpec, attach_lora
+from glm5.runtime.distributed import default_device, ensure_distributed
 from glm5.train.chat import ChatTokenizer, load_tokenizer, tokenize_chats
 from glm5.train.data import iter_chats
 from glm5.train.loop import TrainLoop
@@ -41,20 +42,28 @@ class TrainResult:
     """Name of the signal that ended it early; None when all steps were taken."""
 
 
+def _say_nothing(text: str) -> None:
+    del text
+
+
 def train(
     run: RunConfig,
     *,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] = _say_nothing,
     quiet: bool = False,
 ) -> TrainResult:
     """Trains as the run says, resuming where it may, and saves at the end or when stopped.
 
-    `say` hears what the data and the model came to; progress goes to standard error unless `quiet`.
+    `say` hears on the first rank what the data and the model came to; progress goes to standard
+    error unless `quiet`.
 
     Raises:
         ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any
         step. DivergedError: the loss is no longer a number.
     """
+    ensure_distributed(default_device())
+    if not is_writer():
+        say = _say_nothing
     folder = hf_folder(run.model.path)
     resume_step = find_resume_step(run)
     glm5 = Glm5Config.from_hf(folder)

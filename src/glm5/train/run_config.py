@@ -135,7 +135,7 @@ class OptimizerSection(_Section):
     lr: Annotated[float, Field(gt=0)]
     """Highest learning rate, reached after the warm-up."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Learning rate at the last step of a cosine or linear schedule."""
+    """Learning rate at which a cosine or linear schedule ends, after the last step."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9

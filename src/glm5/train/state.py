@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +45,14 @@ class TrainState:
         target = step_folder(run_dir, record.step)
         if target.exists():
             return target
-        # every rank writes into the folder that rank 0 made and will rename
-        with new_folder(target) as staging:
-            save_sharded(_made(staging / MCORE_FOLDER), self._sharded(is_loading=False))
-            write_record(staging, record)
-            copy_small_files(hf_dir, staging / HF_FOLDER)
-        for step in saved_steps(run_dir)[:-keep]:
-            shutil.rmtree(step_folder(run_dir, step))
+        with _folder_of_all_ranks(target) as staging:
+            if is_writer():
+                write_record(staging, record)
+                copy_small_files(hf_dir, staging / HF_FOLDER)
+            save_sharded(staging / MCORE_FOLDER, self._sharded(is_loading=False))
+        if is_writer():
+            for step in saved_steps(run_dir)[:-keep]:
+                shutil.rmtree(step_folder(run_dir, step))
         return target
 
     def load(self, checkpoint: Path) -> None:
@@ -72,9 +75,21 @@ class TrainState:
         }
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
+@contextmanager
+def _folder_of_all_ranks(target: Path) -> Iterator[Path]:
+    """`new_folder`, made and put in place by rank 0, while every rank writes its shards there."""
+    with new_folder(target) if is_writer() else nullcontext() as made:
+        if made is not None:
+            (made / MCORE_FOLDER).mkdir()
+        # the name is random, so the others must be told
+        told = [made]
+        dist.broadcast_object_list(told)
+        (staging,) = told
+        assert staging is not None
+        yield staging
+        dist.barrier()
+    # nobody goes on before the folder is in place
+    dist.barrier()
 
 
 def is_writer() -> bool:

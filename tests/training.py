@@ -1,0 +1,119 @@
+"""Short training runs on tiny checkpoints, and what they leave behind."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from torch import Tensor, nn
+
+from glm5.checkpoint.ckpt_dir import MCORE_FOLDER, step_folder
+from glm5.config import Glm5Config
+from glm5.lora.attach import adapter_pairs
+from glm5.train.loop import TrainLoop
+from glm5.train.metrics import read_metrics
+from glm5.train.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
+from glm5.train.packing import PackedRow
+from glm5.train.run import build_trainable, load_datasets
+from glm5.train.run_config import RunConfig
+from glm5.train.state import TrainState
+
+TIMINGS = {"step_seconds", "tokens_per_second"}
+
+
+def run_tables(hf_dir: Path, out_dir: Path, **sections: dict[str, Any] | None) -> dict[str, Any]:
+    """A LoRA run of four steps in fp32; a section given as None is left out."""
+    tables: dict[str, Any] = {
+        "model": {"path": str(hf_dir), "dtype": "float32"},
+        "data": {"train": str(hf_dir / "data/train.jsonl"), "seq_length": 64, "max_samples": 24},
+        "lora": {"rank": 2, "alpha": 4.0},
+        "optimizer": {"lr": 3e-3},
+        "train": {"steps": 4, "global_batch_size": 2},
+        "output": {"dir": str(out_dir)},
+    }
+    for name, values in sections.items():
+        if values is None:
+            del tables[name]
+        else:
+            tables[name] = tables[name] | values
+    return tables
+
+
+def run_config(hf_dir: Path, out_dir: Path, **sections: dict[str, Any] | None) -> RunConfig:
+    """The same as a RunConfig."""
+    return RunConfig.from_dict(run_tables(hf_dir, out_dir, **sections), source="the test")
+
+
+def write_toml(path: Path, tables: dict[str, Any]) -> Path:
+    """JSON's scalars and lists are TOML's, too."""
+    lines = []
+    for section, values in tables.items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def start(run: RunConfig) -> TrainLoop:
+    """The run, ready for its first step."""
+    folder = Path(run.model.path)
+    train_data, eval_data = load_datasets(run, folder, Glm5Config.from_hf(folder))
+    model = wrap_data_parallel(build_trainable(run, folder))
+    optimizer = build_optimizer(model, run.optimizer)
+    scheduler = build_scheduler(optimizer, run.optimizer, run.train.steps)
+    state = TrainState(model, optimizer, scheduler)
+    return TrainLoop(state, train_data, eval_data, run.train, shuffle=run.data.shuffle)
+
+
+def randomise_adapters(model: nn.Module, *, seed: int = 1) -> None:
+    """B != 0: while it is zero, A has no gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, _, pair in adapter_pairs(model):
+        values = 0.1 * torch.randn(pair.b.shape, generator=generator)
+        pair.b.data.copy_(values)
+
+
+def trained(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names and parameters that train."""
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of every parameter and buffer."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if tensor is not None}
+
+
+def batch_of(loop: TrainLoop, step: int) -> list[PackedRow]:
+    """The rows of one step (from 1)."""
+    return [loop.train_data[row] for row in loop.order.rows(step - 1)]
+
+
+def saved_tensors(run_dir: Path, step: int) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint: weights and the optimiser's moments."""
+    return dist_checkpointing.load_plain_tensors(str(step_folder(run_dir, step) / MCORE_FOLDER))
+
+
+def saved_values(run_dir: Path, step: int) -> dict[str, Any]:
+    """Everything of a checkpoint that is no tensor."""
+    folder = step_folder(run_dir, step) / MCORE_FOLDER
+    return dist_checkpointing.load_common_state_dict(str(folder))
+
+
+def metrics_without_timing(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl, less what no two runs share."""
+    lines = read_metrics(run_dir)
+    return [{key: v for key, v in line.items() if key not in TIMINGS} for line in lines]
+
+
+def assert_same_tensors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same names, and every tensor bitwise equal."""
+    assert got.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(got[name], expected[name])]
+    assert not different
+
+
+def all_finite(lines: list[dict[str, Any]], key: str) -> bool:
+    return all(math.isfinite(line[key]) for line in lines)
