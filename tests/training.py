@@ -83,7 +83,11 @@ def trained(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """Copies of every parameter and buffer."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if tensor is not None}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in model.state_dict().items()
+        if tensor is not None
+    }
 
 
 def batch_of(loop: TrainLoop, step: int) -> list[PackedRow]:

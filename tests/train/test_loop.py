@@ -138,7 +138,9 @@ def test_the_mtp_layer_trains_and_is_not_part_of_the_reported_loss(
     for mtp in (False, True):
         # an expert of the MTP layer learns from the few tokens with a loss that it gets
         train = {"steps": 2, "global_batch_size": 6}
-        loop = start(run_config(tiny_folder("5"), tmp_path, model={"mtp": mtp}, train=train, **FULL))
+        loop = start(
+            run_config(tiny_folder("5"), tmp_path, model={"mtp": mtp}, train=train, **FULL)
+        )
         before = snapshot(loop.state.model.module)
         run_loop(loop, tmp_path / str(mtp))
         losses[mtp] = read_metrics(tmp_path / str(mtp))[0]["loss"]
@@ -189,7 +191,9 @@ def test_recomputed_activations_give_the_same_losses(
 def test_bf16_keeps_fp32_copies_and_follows_fp32(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     losses = {}
     for dtype in ("float32", "bfloat16"):
-        loop = start(run_config(tiny_folder("5", dtype="bfloat16"), tmp_path, model={"dtype": dtype}))
+        loop = start(
+            run_config(tiny_folder("5", dtype="bfloat16"), tmp_path, model={"dtype": dtype})
+        )
         run_loop(loop, tmp_path / dtype)
         losses[dtype] = [line["loss"] for line in read_metrics(tmp_path / dtype)]
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
@@ -310,8 +314,6 @@ def test_a_batch_must_divide_over_the_ranks(
         tiny_folder("5"), tmp_path, train={"global_batch_size": 4, "micro_batch_size": 2}
     )
     loop = start(run)
-    monkeypatch.setattr(
-        "glm5.train.loop.parallel_state.get_data_parallel_world_size", lambda: 3
-    )
+    monkeypatch.setattr("glm5.train.loop.parallel_state.get_data_parallel_world_size", lambda: 3)
     with pytest.raises(ConfigError, match="multiple of 6"):
         TrainLoop(loop.state, loop.train_data, None, run.train, shuffle=False)
