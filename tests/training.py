@@ -28,7 +28,7 @@ def run_tables(hf_dir: Path, out_dir: Path, **sections: dict[str, Any] | None) -
     """A LoRA run of four steps in fp32; a section given as None is left out."""
     tables: dict[str, Any] = {
         "model": {"path": str(hf_dir), "dtype": "float32"},
-        "data": {"train": str(hf_dir / "data/train.jsonl"), "seq_length": 64, "max_samples": 24},
+        "data": {"train": str(hf_dir / "data/train.jsonl"), "seq_length": 80, "max_samples": 24},
         "lora": {"rank": 2, "alpha": 4.0},
         "optimizer": {"lr": 3e-3},
         "train": {"steps": 4, "global_batch_size": 2},

@@ -92,7 +92,7 @@ def test_a_step_is_plain_autograd_however_the_batch_is_cut(
     found = reduced_gradients(loop, monkeypatch)
     run_loop(loop, tmp_path)
     (line,) = read_metrics(tmp_path)
-    assert line["loss"] == pytest.approx(float(expected), rel=1e-6)
+    assert line["loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert line["trained_tokens"] == sum(int(row.loss_mask.sum()) for row in rows)
     assert line["tokens"] == sum(row.num_tokens for row in rows)
     assert_all_close(found, by_hand, limit=1e-4, floor=1e-3)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,30 +16,33 @@ from glm5.checkpoint.safetensors_io import TensorReader
 from glm5.errors import CheckpointError
 
 
-class Rule(Protocol):
-    """One Megatron tensor and the Hugging Face tensors it is made of."""
+class Rule(ABC):
+    """One Megatron tensor and the Hugging Face tensors that it is made of."""
 
-    @property
-    def hf_names(self) -> tuple[str, ...]:
-        """The sources, in order."""
-        ...
+    __slots__ = ()
+    mcore: str
 
     @property
     def mcore_name(self) -> str:
         """The target."""
-        ...
+        return self.mcore
 
+    @property
+    @abstractmethod
+    def hf_names(self) -> tuple[str, ...]:
+        """The sources, in order."""
+
+    @abstractmethod
     def fill(self, **placeholders: int) -> Self:
         """The rule with `{layer}`, `{expert}`, `{mtp}` in its names replaced."""
-        ...
 
+    @abstractmethod
     def to_mcore(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Make the whole Megatron tensor from the whole Hugging Face tensors."""
-        ...
+        """Make the Megatron tensor from the Hugging Face tensors."""
 
+    @abstractmethod
     def to_hf(self, tensor: Tensor) -> list[Tensor]:
         """Undo `to_mcore` exactly; the results are views."""
-        ...
 
     def load(
         self,
@@ -50,18 +54,22 @@ class Rule(Protocol):
     ) -> Tensor:
         """Read this rank's part of the Megatron tensor, and no other bytes.
 
-        `partition_dim` 0 is column-parallel, 1 row-parallel, None replicated.
+        `partition_dim` 0 is column-parallel, 1 row-parallel, None replicated. Every source is cut
+        by itself: a rank of a gated pair holds [gate_r; up_r].
         Raises CheckpointError where the ranks do not divide the dimension.
         """
-        ...
+        return self.to_mcore(
+            [_read_part(reader, name, tp_rank, tp_size, partition_dim) for name in self.hf_names]
+        )
 
     def join(self, shards: Sequence[Tensor], partition_dim: int | None = None) -> list[Tensor]:
         """Undo `load`: make the whole Hugging Face tensors from every rank's part, in order."""
-        ...
+        sources = zip(*(self.to_hf(shard) for shard in shards), strict=True)
+        return [_join(parts, partition_dim) for parts in sources]
 
 
 @dataclass(frozen=True, slots=True)
-class Rename:
+class Rename(Rule):
     """The same tensor under two names."""
 
     hf: str
@@ -70,10 +78,6 @@ class Rename:
     @property
     def hf_names(self) -> tuple[str, ...]:
         return (self.hf,)
-
-    @property
-    def mcore_name(self) -> str:
-        return self.mcore
 
     def fill(self, **placeholders: int) -> Rename:
         return Rename(_fill(self.hf, placeholders), _fill(self.mcore, placeholders))
@@ -85,23 +89,10 @@ class Rename:
     def to_hf(self, tensor: Tensor) -> list[Tensor]:
         return [tensor]
 
-    def load(
-        self,
-        reader: TensorReader,
-        *,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        partition_dim: int | None = None,
-    ) -> Tensor:
-        return _read_part(reader, self.hf, tp_rank, tp_size, partition_dim)
-
-    def join(self, shards: Sequence[Tensor], partition_dim: int | None = None) -> list[Tensor]:
-        return [_join(shards, partition_dim)]
-
 
 @dataclass(frozen=True, slots=True)
-class GatedPair:
-    """`[gate; up]` stacked along dim 0; each half is cut per rank: local = [gate_r; up_r]."""
+class GatedPair(Rule):
+    """`[gate; up]` stacked along dim 0."""
 
     hf_gate: str
     hf_up: str
@@ -110,10 +101,6 @@ class GatedPair:
     @property
     def hf_names(self) -> tuple[str, ...]:
         return (self.hf_gate, self.hf_up)
-
-    @property
-    def mcore_name(self) -> str:
-        return self.mcore
 
     def fill(self, **placeholders: int) -> GatedPair:
         names = (self.hf_gate, self.hf_up, self.mcore)
@@ -139,23 +126,6 @@ class GatedPair:
                 remedy="give the whole [gate; up] weight",
             )
         return list(tensor.chunk(2, dim=0))
-
-    def load(
-        self,
-        reader: TensorReader,
-        *,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        partition_dim: int | None = None,
-    ) -> Tensor:
-        halves = [
-            _read_part(reader, name, tp_rank, tp_size, partition_dim) for name in self.hf_names
-        ]
-        return self.to_mcore(halves)
-
-    def join(self, shards: Sequence[Tensor], partition_dim: int | None = None) -> list[Tensor]:
-        halves = zip(*(self.to_hf(shard) for shard in shards), strict=True)
-        return [_join(parts, partition_dim) for parts in halves]
 
 
 def check_total(rules: Iterable[Rule], hf_names: Iterable[str], mcore_names: Iterable[str]) -> None:

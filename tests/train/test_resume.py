@@ -1,0 +1,209 @@
+"""A run that was interrupted and resumed is bit for bit the run that was not."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5.checkpoint.ckpt_dir import STEPS_FOLDER, saved_steps
+from glm5.errors import CheckpointError, ConfigError
+from glm5.train import state as state_module
+from glm5.train.metrics import MetricsLog, read_metrics
+from glm5.train.run import TrainResult, train
+from glm5.train.run_config import RunConfig
+from tests.tiny_models import TinyFolder
+from tests.training import (
+    assert_same_tensors,
+    metrics_without_timing,
+    run_config,
+    saved_tensors,
+    saved_values,
+)
+
+# The schedule is still moving, the batches are shuffled and span epochs, and evaluation is due.
+SECTIONS: dict[str, Any] = {
+    "data": {"max_samples": 9},
+    "optimizer": {"lr": 3e-3, "warmup_steps": 2, "weight_decay": 0.01},
+    "train": {"steps": 6, "global_batch_size": 2, "eval_every": 2},
+}
+
+
+def make_run(folder: Path, out: Path, **sections: Any) -> RunConfig:
+    merged = {name: SECTIONS.get(name, {}) | (values or {}) for name, values in sections.items()}
+    merged = SECTIONS | {n: None if sections[n] is None else v for n, v in merged.items()}
+    merged["data"] = merged["data"] | {"eval": str(folder / "data/eval.jsonl")}
+    return run_config(folder, out, **merged)
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, number: int = signal.SIGTERM) -> None:
+    """Sends this process the signal when `step` is logged, once."""
+    log = MetricsLog.log
+
+    def log_and_stop(self: MetricsLog, at: int, values: Any) -> None:
+        log(self, at, values)
+        if at == step:
+            monkeypatch.setattr(MetricsLog, "log", log)
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(MetricsLog, "log", log_and_stop)
+
+
+def interrupted(run: RunConfig, step: int, monkeypatch: pytest.MonkeyPatch) -> TrainResult:
+    stop_after(step, monkeypatch)
+    return train(run, quiet=True)
+
+
+def assert_same_run(got: Path, expected: Path, step: int = 6) -> None:
+    assert metrics_without_timing(got) == metrics_without_timing(expected)
+    assert_same_tensors(saved_tensors(got, step), saved_tensors(expected, step))
+    assert saved_values(got, step) == saved_values(expected, step)
+
+
+KINDS = {
+    "lora": {},
+    "lora in bf16": {"model": {"dtype": "bfloat16"}},
+    "everything": {"lora": None},
+    "the indexer": {"lora": {"targets": ["wq_b", "o_proj"]}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_steps_and_three_more_are_six(
+    tiny_folder: TinyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    folder = tiny_folder("5")
+    whole = make_run(folder, tmp_path / "whole", **KINDS[kind])
+    halves = make_run(folder, tmp_path / "halves", **KINDS[kind])
+    train(whole, quiet=True)
+    first = interrupted(halves, 3, monkeypatch)
+    assert (first.step, first.stopped_by) == (3, "SIGTERM")
+    assert saved_steps(tmp_path / "halves") == [3]
+    said: list[str] = []
+    second = train(halves, say=said.append, quiet=True)
+    assert "resuming from step 3" in said
+    assert (second.step, second.stopped_by) == (6, None)
+    assert_same_run(tmp_path / "halves", tmp_path / "whole")
+    # what is compared does hold the moments, and does change
+    names = saved_tensors(tmp_path / "whole", 6)
+    assert any("exp_avg_sq" in name for name in names)
+    assert len(names) > 3 * 10
+    with pytest.raises(AssertionError):
+        assert_same_tensors(saved_tensors(tmp_path / "halves", 3), names)
+
+
+@pytest.fixture(scope="module")
+def stopped(tiny_folder: TinyFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of six steps that was stopped after two; to be copied."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        out = tmp_path_factory.mktemp("stopped") / "run"
+        interrupted(make_run(tiny_folder("5"), out), 2, monkeypatch)
+    return out
+
+
+@pytest.fixture
+def copied(stopped: Path, tmp_path: Path) -> Path:
+    shutil.copytree(stopped, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"optimizer": {"lr": 1e-3}}, ["optimizer.lr"]),
+        (
+            {"train": {"seed": 1, "global_batch_size": 1}, "lora": {"rank": 3}},
+            ["lora.rank", "train.global_batch_size", "train.seed"],
+        ),
+        ({"lora": None}, ["lora.alpha", "lora.rank", "lora.targets"]),
+    ],
+)
+def test_other_settings_are_refused_by_name(
+    tiny_folder: TinyFolder, copied: Path, changed: dict[str, Any], named: list[str]
+) -> None:
+    before = sorted(copied.rglob("*"))
+    with pytest.raises(ConfigError, match="differs from the one") as caught:
+        train(make_run(tiny_folder("5"), copied, **changed), quiet=True)
+    for name in named:
+        assert name in str(caught.value)
+    assert sorted(copied.rglob("*")) == before
+
+
+def test_never_means_a_new_folder(tiny_folder: TinyFolder, copied: Path) -> None:
+    with pytest.raises(ConfigError, match=r"steps \[2\]"):
+        train(make_run(tiny_folder("5"), copied, train={"resume": "never"}), quiet=True)
+
+
+def test_a_finished_run_is_said_to_be_and_may_be_extended(
+    tiny_folder: TinyFolder, copied: Path
+) -> None:
+    folder = tiny_folder("5")
+    must = {"resume": "must"}
+    assert train(make_run(folder, copied, train=must), quiet=True).step == 6
+    with pytest.raises(ConfigError, match=r"(?s)finished already.*raise train.steps"):
+        train(make_run(folder, copied), quiet=True)
+    assert train(make_run(folder, copied, train={"steps": 7}), quiet=True).step == 7
+    assert [line["step"] for line in read_metrics(copied)] == list(range(1, 8))
+
+
+def test_a_save_that_dies_leaves_the_one_before(
+    tiny_folder: TinyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_folder("5")
+    every_two = {"save_every": 2}
+    train(make_run(folder, tmp_path / "whole", train=every_two), quiet=True)
+    run = make_run(folder, tmp_path / "run", train=every_two)
+    with monkeypatch.context() as patch:
+        patch.setattr(state_module, "save_sharded", dying_save(state_module.save_sharded, at=2))
+        with pytest.raises(OSError, match="disk full"):
+            train(run, quiet=True)
+    checkpoints = tmp_path / "run" / STEPS_FOLDER
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
+    assert train(run, quiet=True).step == 6
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def dying_save(save: Callable[..., None], at: int) -> Callable[..., None]:
+    """`save_sharded` whose call number `at` fails half-way."""
+    calls: list[Path] = []
+
+    def save_or_die(folder: Path, state: dict[str, Any]) -> None:
+        calls.append(folder)
+        if len(calls) == at:
+            (folder / "__0_0.distcp").write_bytes(b"half a tensor")
+            raise OSError("disk full")
+        save(folder, state)
+
+    return save_or_die
+
+
+def test_what_a_killed_save_leaves_behind_is_no_checkpoint(
+    tiny_folder: TinyFolder, copied: Path
+) -> None:
+    checkpoints = copied / STEPS_FOLDER
+    newest = checkpoints / "step-00000002"
+    shutil.copytree(newest, checkpoints / ".step-00000005.partial-0badf00d")
+    (checkpoints / "step-00000005.txt").write_text("not one, either")
+    assert saved_steps(copied) == [2]
+    assert train(make_run(tiny_folder("5"), copied), quiet=True).step == 6
+
+
+@pytest.mark.parametrize("damage", ["shard", "index", "no shard", "no record"])
+def test_a_damaged_checkpoint_is_not_resumed(
+    tiny_folder: TinyFolder, copied: Path, damage: str
+) -> None:
+    mcore = copied / STEPS_FOLDER / "step-00000002" / "mcore"
+    shard = mcore / "__0_0.distcp"
+    if damage == "shard":
+        shard.write_bytes(shard.read_bytes()[:2000])
+    elif damage == "no shard":
+        shard.unlink()
+    elif damage == "index":
+        (mcore / ".metadata").write_bytes((mcore / ".metadata").read_bytes()[:2000])
+    else:
+        (mcore.parent / "glm5.json").unlink()
+    with pytest.raises(CheckpointError, match=str(mcore.parent)):
+        train(make_run(tiny_folder("5"), copied), quiet=True)

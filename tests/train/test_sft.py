@@ -1,0 +1,47 @@
+"""The loss of a micro-batch: a sum over the assistant's tokens, and how many there were."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from glm5.checkpoint.load import load_model
+from glm5.model.forward import logits
+from glm5.train.packing import PackedRow
+from glm5.train.sft import forward_step, reduce_loss
+from tests.tiny_models import TinyFolder, assert_close, draw_tokens, edges
+
+
+def test_the_sum_runs_over_masked_tokens_in_fp32() -> None:
+    losses = torch.tensor([[1.0, 2.0, 4.0, 8.0]], dtype=torch.bfloat16, requires_grad=True)
+    loss_sum, num_tokens, report = reduce_loss(torch.tensor([0.0, 1.0, 0.0, 1.0]), losses)
+    assert loss_sum.item() == 10.0 and loss_sum.dtype == torch.float32
+    assert num_tokens.item() == 2 and num_tokens.dtype == torch.int
+    assert report["loss_sum"].item() == 10.0 and not report["loss_sum"].requires_grad
+    loss_sum.backward()
+    assert losses.grad is not None and losses.grad.tolist() == [[0.0, 1.0, 0.0, 1.0]]
+
+
+def test_no_trained_token_gives_no_loss() -> None:
+    loss_sum, num_tokens, _ = reduce_loss(torch.zeros(3), torch.ones(1, 3))
+    assert (loss_sum.item(), num_tokens.item()) == (0.0, 0)
+
+
+@pytest.mark.parametrize("lengths", [[1], [9], [5, 1, 12]])
+def test_losses_are_those_of_the_documents_alone(
+    tiny_folder: TinyFolder, lengths: list[int]
+) -> None:
+    model = load_model(tiny_folder("5"), dtype="float32")
+    count = sum(lengths)
+    tokens, labels = draw_tokens(count), draw_tokens(count, seed=1)
+    mask = (draw_tokens(count, high=2, seed=2) == 1).float()
+    row = PackedRow(tokens, labels, mask, edges(lengths).int())
+    with torch.no_grad():
+        losses, reduce = forward_step(iter([row]), model)
+        expected = [
+            F.cross_entropy(logits(model, part).float(), target, reduction="none")
+            for part, target in zip(tokens.split(lengths), labels.split(lengths), strict=True)
+        ]
+    assert_close(losses[0], torch.cat(expected), limit=1e-5)
+    loss_sum, num_tokens, _ = reduce(losses)
+    assert num_tokens.item() == mask.sum().item()
+    assert_close(loss_sum, (torch.cat(expected) * mask).sum(), limit=1e-5)
