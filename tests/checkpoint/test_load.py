@@ -32,7 +32,8 @@ def test_another_backend_computes_the_same(tiny_folder: TinyFolder) -> None:
     folder = tiny_folder("5.2")
     tokens = draw_tokens(29)
     with torch.no_grad():
-        ours, peer = (logits(load_model(folder, backend=name), tokens) for name in ("torch", "megatron"))
+        ours = logits(load_model(folder, backend="torch"), tokens)
+        peer = logits(load_model(folder, backend="megatron"), tokens)
     assert (ours - peer).abs().max() <= 1e-5 * peer.abs().max()
     with pytest.raises(BackendError, match="nosuch"):
         load_model(folder, backend="nosuch")
@@ -109,8 +110,9 @@ def test_a_float8_tensor_needs_its_scale(tiny_folder: TinyFolder, tmp_path: Path
         del tensors[f"{O_PROJ}_scale_inv"]
 
     folder = rewrite(tiny_folder("5", fp8=True, dtype="bfloat16"), tmp_path / "hf", drop_scale)
-    with pytest.raises(CheckpointError, match=rf"without their _scale_inv(?s:.*){O_PROJ}.*\.safetens"):
+    with pytest.raises(CheckpointError, match="without their _scale_inv") as caught:
         load_model(folder)
+    assert O_PROJ in str(caught.value.got) and ".safetensors" in str(caught.value.got)
 
 
 def test_a_dtype_that_no_model_has(tiny_folder: TinyFolder) -> None:

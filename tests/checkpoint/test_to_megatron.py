@@ -1,4 +1,4 @@
-"""`convert`: bitwise through a real Megatron checkpoint, atomic, and with the memory of one model."""
+"""`convert`: bitwise through a real Megatron checkpoint, atomic, in the memory of one model."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_a_folder_in_use_is_left_alone(tiny_folder: TinyFolder, tmp_path: Path) 
     assert [path.name for path in target.iterdir()] == ["mine"]
 
 
-def nan_router(tensors: dict[str, Tensor]) -> None:
+def unfit_router(tensors: dict[str, Tensor]) -> None:
     tensors["model.layers.1.mlp.gate.weight"] = (
         tensors["model.layers.1.mlp.gate.weight"].float() * 1.001
     )
@@ -83,7 +83,7 @@ def nan_router(tensors: dict[str, Tensor]) -> None:
 
 def test_a_failure_leaves_nothing(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     """The router is read after most of the model, when the staging folder exists."""
-    source = rewrite(tiny_folder("5", dtype="bfloat16"), tmp_path / "hf", nan_router)
+    source = rewrite(tiny_folder("5", dtype="bfloat16"), tmp_path / "hf", unfit_router)
     with pytest.raises(CheckpointError, match="would be rounded"):
         convert(source, tmp_path / "ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -125,6 +125,5 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 def test_memory_is_the_model_and_the_largest_tensor(memory: dict[str, float], verb: str) -> None:
     slack = 12
     limit = memory["model"] + memory["largest"] + memory["shard"] + slack
-    print(memory)
     assert memory["load and keep"] > 1.8 * memory["model"] > limit
     assert memory["model"] <= memory[verb] <= limit

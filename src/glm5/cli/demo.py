@@ -57,7 +57,7 @@ def run_demo(folder: Path, *, json: bool) -> int:
 
 
 def _take_folder(folder: Path) -> None:
-    if folder.exists() and any(folder.iterdir()):
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         if not (folder / _MARKER).is_file():
             raise ConfigError(
                 f"{folder} holds something that is not a demo",

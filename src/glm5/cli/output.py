@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -20,13 +21,13 @@ class Output:
     def say(self, text: str) -> None:
         """A line on the way to the result."""
         if not self.as_json:
-            self.console.print(text, highlight=False)
+            self._print(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """A table; booleans are shown as ok or FAILED."""
         if self.as_json:
             return
-        table = Table(title=title, title_justify="left")
+        table = Table(title=escape(title), title_justify="left")
         for name in columns:
             table.add_column(name)
         for row in rows:
@@ -39,10 +40,14 @@ class Output:
             print(json.dumps(values, indent=2))
             return
         for key, value in values.items():
-            self.console.print(f"{key}: {value}", highlight=False)
+            self._print(f"{key}: {value}")
+
+    def _print(self, text: str) -> None:
+        # whole lines, and brackets in a path are no markup
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "[green]ok[/green]" if value else "[bold red]FAILED[/bold red]"
-    return f"{value:.2e}" if isinstance(value, float) else str(value)
+    return f"{value:.2e}" if isinstance(value, float) else escape(str(value))

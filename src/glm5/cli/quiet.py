@@ -16,3 +16,5 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for module in ("megatron", "torch", "transformers", "peft"):
         warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
+    # from the first time that Python compiles them, which goes by the file, not the module
+    warnings.filterwarnings("ignore", category=SyntaxWarning)

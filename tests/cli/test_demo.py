@@ -1,0 +1,37 @@
+"""`glm5 demo` takes only what is free or its own; tests/e2e runs the whole of it."""
+
+from pathlib import Path
+
+import pytest
+
+from glm5.cli.demo import Check, _take_folder
+from glm5.errors import ConfigError
+from tests.cli.conftest import Glm5
+
+
+def test_a_folder_of_somebody_else_is_left_alone(glm5: Glm5, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    result = glm5("demo", tmp_path)
+    assert result.exit_code == 2 and "not a demo" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_its_own_folder_is_made_anew(tmp_path: Path) -> None:
+    _take_folder(tmp_path / "demo")
+    (tmp_path / "demo" / "old").mkdir()
+    _take_folder(tmp_path / "demo")
+    assert not (tmp_path / "demo" / "old").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="not a demo"):
+        _take_folder(tmp_path / "file")
+
+
+def test_a_failed_check_is_1(glm5: Glm5, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("train", "read_metrics", "plot_loss"):
+        monkeypatch.setattr(f"glm5.cli.demo.{name}", lambda *args, **kw: tmp_path / "loss.png")
+    monkeypatch.setattr("glm5.cli.demo._verify", lambda *args: Check("logits", "1e-6", True))
+    monkeypatch.setattr("glm5.cli.demo._export", lambda *args: [])
+    for learned, code in ((True, 0), (False, 1)):
+        check = Check("loss", "8 -> 9", learned)
+        monkeypatch.setattr("glm5.cli.demo._check_learning", lambda metrics, check=check: check)
+        assert glm5("demo", tmp_path / "demo", "--json").exit_code == code

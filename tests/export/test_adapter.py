@@ -1,0 +1,114 @@
+"""The PEFT folder is what trained, and a folder that PEFT reads otherwise is never published."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from glm5.checkpoint.adapter_io import LoraFactors
+from glm5.checkpoint.adapter_write import write_peft_adapter
+from glm5.checkpoint.ckpt_dir import find_checkpoint, read_record
+from glm5.checkpoint.hf_model import load_hf_model
+from glm5.errors import CheckFailedError
+from glm5.export import adapter as adapter_module
+from glm5.export.export import export
+from glm5.export.factors import adapter_factors
+from glm5.export.restore import restore_model
+from tests.export.conftest import TrainedRun
+from tests.exported import base_logits, distance, trained_logits, transformers_logits
+from tests.tiny_models import TinyFolder
+
+INDEXER = {"targets": ["wq_b", "wk", "weights_proj", "kv_b_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "sections"),
+    [
+        ("5.2", {}, {}),
+        ("5.2", {"dtype": "bfloat16"}, {"model": {"dtype": "bfloat16"}}),
+        ("5", {"dtype": "bfloat16", "fp8": True}, {"model": {"dtype": "bfloat16"}}),
+        ("5.2", {}, {"lora": INDEXER}),
+    ],
+    ids=["fp32", "bf16", "fp8 base", "indexer"],
+)
+def test_the_folder_is_verified_and_holds_what_trained(
+    trained_run: TrainedRun,
+    tmp_path: Path,
+    variant: str,
+    options: dict[str, Any],
+    sections: dict[str, Any],
+) -> None:
+    run_dir = trained_run(variant, options, **sections)
+    (check,) = export(run_dir, tmp_path / "out", "adapter")
+    assert check.ok and check.error <= check.limit == 1e-4
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+    dtype = torch.bfloat16 if "model" in sections else torch.float32
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {dtype}
+    checkpoint = find_checkpoint(run_dir)
+    factors = adapter_factors(restore_model(checkpoint, read_record(checkpoint), "float32"), dtype)
+    path = "model.layers.0.self_attn.kv_b_proj"
+    for side, factor in (("A", factors[path].a), ("B", factors[path].b)):
+        name = f"base_model.model.{path}.lora_{side}.weight"
+        assert torch.equal(saved[name], factor) and factor.abs().sum() > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_peft_computes_what_the_checkpoint_computes(
+    tiny_folder: TinyFolder, trained_run: TrainedRun, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    run_dir, base = trained_run("5.2", {}), tiny_folder("5.2")
+    export(run_dir, tmp_path / "out", "adapter")
+    model = PeftModel.from_pretrained(load_hf_model(base), str(tmp_path / "out"))
+    expected = trained_logits(run_dir)
+    assert distance(transformers_logits(model.eval()), expected) <= 1e-4
+    assert distance(base_logits(base), expected) > 0.05
+
+
+def scaled(factors: dict[str, LoraFactors]) -> dict[str, LoraFactors]:
+    """One pair of many is too large."""
+    path = "model.layers.4.mlp.experts.3.down_proj"
+    return factors | {path: LoraFactors(factors[path].a, 1.5 * factors[path].b)}
+
+
+def dropped(factors: dict[str, LoraFactors]) -> dict[str, LoraFactors]:
+    """One pair of many is lost."""
+    return {path: pair for path, pair in factors.items() if path != "model.layers.0.mlp.up_proj"}
+
+
+@pytest.mark.parametrize("sabotage", [scaled, dropped])
+def test_a_writer_that_goes_wrong_publishes_nothing(
+    trained_run: TrainedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sabotage: Callable[[dict[str, LoraFactors]], dict[str, LoraFactors]],
+) -> None:
+    def write(folder: Path, factors: dict[str, LoraFactors], **options: Any) -> None:
+        write_peft_adapter(folder, sabotage(factors), **options)
+
+    monkeypatch.setattr(adapter_module, "write_peft_adapter", write)
+    with pytest.raises(CheckFailedError) as caught:
+        export(trained_run("5.2", {}), tmp_path / "out", "adapter")
+    assert caught.value.exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_factors_that_are_not_the_models_are_seen_in_the_logits(
+    trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file and PEFT agree, the model does not: only the logits can tell."""
+
+    def wrong(*args: Any) -> dict[str, LoraFactors]:
+        found = adapter_factors(*args)
+        return {path: LoraFactors(pair.a, 1.1 * pair.b) for path, pair in found.items()}
+
+    monkeypatch.setattr(adapter_module, "adapter_factors", wrong)
+    with pytest.raises(CheckFailedError, match="computes other logits"):
+        export(trained_run("5.2", {}), tmp_path / "out", "adapter")
+    assert list(tmp_path.iterdir()) == []

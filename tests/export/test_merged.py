@@ -1,0 +1,117 @@
+"""W + scale * B A in the base's dtype, everything else bit for bit, and a plain folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from glm5.checkpoint.adapter_io import LoraFactors
+from glm5.checkpoint.ckpt_dir import find_checkpoint, read_record
+from glm5.checkpoint.fp8 import open_checkpoint
+from glm5.checkpoint.hf_model import load_hf_model
+from glm5.config import Glm5Config
+from glm5.errors import CheckFailedError
+from glm5.export import merged as merged_module
+from glm5.export.export import export
+from glm5.export.factors import adapter_factors
+from glm5.export.merged import merge
+from glm5.export.restore import restore_model
+from tests.export.conftest import TrainedRun
+from tests.exported import (
+    SMALL_FILES,
+    base_logits,
+    config_of,
+    distance,
+    tensors_of,
+    trained_logits,
+    transformers_logits,
+)
+from tests.tiny_models import TinyFolder
+
+BF16 = {"model": {"dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "sections"),
+    [({}, {}), ({"dtype": "bfloat16"}, BF16), ({"dtype": "bfloat16", "fp8": True}, BF16)],
+    ids=["fp32", "bf16", "fp8"],
+)
+def test_every_tensor_is_the_base_plus_its_delta(
+    tiny_folder: TinyFolder,
+    trained_run: TrainedRun,
+    tmp_path: Path,
+    options: dict[str, Any],
+    sections: dict[str, Any],
+) -> None:
+    base, run_dir = tiny_folder("5", **options), trained_run("5", options, **sections)
+    checks = export(run_dir, tmp_path / "out", "merged")
+    assert len(checks) == 2 and all(check.ok for check in checks)
+    checkpoint = find_checkpoint(run_dir)
+    record = read_record(checkpoint)
+    factors = adapter_factors(restore_model(checkpoint, record, "float32"), torch.float32)
+    assert record.lora is not None
+    scale = record.lora.alpha / record.lora.rank
+    got = tensors_of(tmp_path / "out")
+    with open_checkpoint(base, Glm5Config.from_hf(base)) as reader:
+        assert sorted(got) == sorted(reader.names())
+        for name in reader.names():
+            weight = reader.read(name)
+            pair = factors.get(name.removesuffix(".weight"))
+            if pair is not None:
+                weight = (weight.float() + scale * (pair.b @ pair.a)).to(weight.dtype)
+                assert not torch.equal(weight, reader.read(name)), name
+            assert got[name].dtype == weight.dtype and torch.equal(got[name], weight), name
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= SMALL_FILES
+    assert "quantization_config" not in config_of(tmp_path / "out")
+    assert config_of(tmp_path / "out")["dtype"] == options.get("dtype", "float32")
+
+
+def test_transformers_alone_computes_what_trained(
+    tiny_folder: TinyFolder, trained_run: TrainedRun, tmp_path: Path
+) -> None:
+    run_dir = trained_run("5.2", {})
+    export(run_dir, tmp_path / "out", "merged")
+    expected = trained_logits(run_dir)
+    assert distance(transformers_logits(load_hf_model(tmp_path / "out")), expected) <= 1e-4
+    assert distance(base_logits(tiny_folder("5.2")), expected) > 0.05
+
+
+def test_an_adapter_that_bf16_cannot_hold_is_refused(
+    trained_run: TrainedRun, tmp_path: Path
+) -> None:
+    run_dir = trained_run("5", {"dtype": "bfloat16"}, optimizer={"lr": 1e-6}, **BF16)
+    with pytest.raises(CheckFailedError, match=r"too coarse(?s:.*)--as adapter") as caught:
+        export(run_dir, tmp_path / "out", "merged")
+    assert caught.value.exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def wrong_scale(weight: Tensor, factors: LoraFactors | None, scale: float) -> Tensor:
+    return merge(weight, factors, 1.1 * scale)
+
+
+def one_left_out(weight: Tensor, factors: LoraFactors | None, scale: float) -> Tensor:
+    """kv_b_proj's shape is its own."""
+    return merge(weight, None if weight.shape == (224, 24) else factors, scale)
+
+
+@pytest.mark.parametrize("sabotage", [wrong_scale, one_left_out])
+def test_a_merge_that_goes_wrong_publishes_nothing(
+    trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sabotage: Any
+) -> None:
+    run_dir = trained_run("5", {})
+    monkeypatch.setattr(merged_module, "merge", sabotage)
+    with pytest.raises(CheckFailedError, match="other logits: merged against adapter"):
+        export(run_dir, tmp_path / "out", "merged")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_merge_rounds_once_and_only_what_is_adapted() -> None:
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
+    assert merge(weight, None, 2.0) is weight
+    factors = LoraFactors(torch.tensor([[1.0, 0.5]]), torch.tensor([[0.25], [1.0]]))
+    merged = merge(weight, factors, 2.0)
+    assert merged.dtype == torch.bfloat16
+    assert merged.tolist() == [[1.5, 2.25], [5.0, 5.0]]
