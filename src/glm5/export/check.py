@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from glm5.errors import CheckFailedError
-from glm5.parity.compare import LIMIT, relative_error
+from glm5.parity.compare import LIMIT, Bounded, relative_error
 
 
 @dataclass(frozen=True)
-class ExportCheck:
+class ExportCheck(Bounded):
     """One comparison of logits; the error is relative to the largest reference logit."""
 
     what: str
     error: float
     limit: float
-
-    @property
-    def ok(self) -> bool:
-        # a NaN error compares false, so it fails
-        return self.error <= self.limit
-
-    def as_dict(self) -> dict[str, object]:
-        return {**asdict(self), "ok": self.ok}
 
 
 def check_logits(what: str, got: Tensor, reference: Tensor, limit: float = LIMIT) -> ExportCheck:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,13 +14,9 @@ from glm5.parity.observation import Observation, block_mask
 LIMIT = 1e-4
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One compared quantity of one case, at its worst layer or tensor."""
+class Bounded:
+    """Of a dataclass: an error that must not pass a limit."""
 
-    case: str
-    quantity: str
-    worst: str
     error: float
     limit: float
 
@@ -30,7 +26,19 @@ class Finding:
         return self.error <= self.limit
 
     def as_dict(self) -> dict[str, object]:
-        return {**asdict(self), "ok": self.ok}
+        """The fields, and whether the error is within its limit."""
+        return {**vars(self), "ok": self.ok}
+
+
+@dataclass(frozen=True)
+class Finding(Bounded):
+    """One compared quantity of one case, at its worst layer or tensor."""
+
+    case: str
+    quantity: str
+    worst: str
+    error: float
+    limit: float
 
 
 def relative_error(got: Tensor, reference: Tensor) -> float:
