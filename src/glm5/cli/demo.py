@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from glm5.checkpoint.tiny import write_tiny
 from glm5.cli.output import Output
 from glm5.cli.plot import plot_loss
@@ -40,6 +42,8 @@ def run_demo(folder: Path, *, json: bool) -> int:
     """
     output = Output(json)
     started = time.perf_counter()
+    # the tiny model's operations are too small to share: threads would only wait for each other
+    torch.set_num_threads(1)
     _take_folder(folder)
     hf_dir = write_tiny(folder / "hf", "5.2")
     output.say(f"1. wrote a tiny GLM-5.2-like checkpoint, tokenizer and chats to {hf_dir}")
