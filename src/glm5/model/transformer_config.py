@@ -158,6 +158,11 @@ def _execution(device: torch.device, dtype: torch.dtype, layout: Layout) -> dict
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
+        "expert_tensor_parallel_size": 1,
+        # experts need it beside tensor parallelism
+        "sequence_parallel": layout.tp > 1,
+        # packed rows differ in length, and pipeline stages exchange them
+        "variable_seq_lengths": layout.pp > 1,
         # gradients are averaged over the trained tokens of the whole batch, not per micro-batch
         "calculate_per_token_loss": True,
         "bias_activation_fusion": False,
