@@ -95,15 +95,21 @@ def batch_of(loop: TrainLoop, step: int) -> list[PackedRow]:
     return [loop.train_data[row] for row in loop.order.rows(step - 1)]
 
 
-def saved_tensors(run_dir: Path, step: int) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint: weights and the optimiser's moments."""
-    return dist_checkpointing.load_plain_tensors(str(step_folder(run_dir, step) / MCORE_FOLDER))
+def saved_state(run_dir: Path, step: int) -> dict[str, Any]:
+    """All that a checkpoint holds, tensors and plain values, by name."""
+    folder = str(step_folder(run_dir, step) / MCORE_FOLDER)
+    common = dict(_flat("", dist_checkpointing.load_common_state_dict(folder)))
+    tensors = dist_checkpointing.load_plain_tensors(folder)
+    return common | {name: v for name, v in tensors.items() if isinstance(v, Tensor)}
 
 
-def saved_values(run_dir: Path, step: int) -> dict[str, Any]:
-    """Everything of a checkpoint that is no tensor."""
-    folder = step_folder(run_dir, step) / MCORE_FOLDER
-    return dist_checkpointing.load_common_state_dict(str(folder))
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _flat(f"{prefix}/{key}", item)
+    else:
+        yield prefix, value
 
 
 def metrics_without_timing(run_dir: Path) -> list[dict[str, Any]]:
@@ -112,11 +118,21 @@ def metrics_without_timing(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: v for key, v in line.items() if key not in TIMINGS} for line in lines]
 
 
-def assert_same_tensors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The same names, and every tensor bitwise equal."""
+def differing(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Names whose tensor is not bitwise equal, or whose value is another one."""
+
+    def same(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
     assert got.keys() == expected.keys()
-    different = [name for name in expected if not torch.equal(got[name], expected[name])]
-    assert not different
+    return [name for name in expected if not same(got[name], expected[name])]
+
+
+def write_few_chats(hf_dir: Path, path: Path, *, count: int = 3) -> str:
+    """A data file of the checkpoint's first chats for evaluation."""
+    lines = (hf_dir / "data/eval.jsonl").read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:count]))
+    return str(path)
 
 
 def all_finite(lines: list[dict[str, Any]], key: str) -> bool:

@@ -25,6 +25,7 @@ from tests.training import (
     snapshot,
     start,
     trained,
+    write_few_chats,
 )
 
 FULL = {"lora": None, "data": {"max_samples": 12}}
@@ -212,7 +213,7 @@ def test_evaluation_is_the_mean_over_all_rows_and_leaves_no_trace(
     tiny_folder: TinyFolder, tmp_path: Path
 ) -> None:
     folder = tiny_folder("5.2")
-    data = {"eval": str(folder / "data/eval.jsonl")}
+    data = {"eval": write_few_chats(folder, tmp_path / "eval.jsonl", count=8)}
     runs = {}
     for name, every in (("without", 0), ("with", 1)):
         section = {"steps": 2, "eval_every": every}

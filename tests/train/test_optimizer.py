@@ -97,9 +97,7 @@ def test_three_steps_are_torchs_adamw(
     loop = start(run_config(tiny_folder("5"), tmp_path, optimizer=optimizer, train={"steps": 3}))
     parameters = dict(trained(loop.state.model.module))
     mirror = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
-    peer = torch.optim.AdamW(
-        mirror.values(), lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1
-    )
+    peer = torch.optim.AdamW(mirror.values(), lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
     step = loop.state.optimizer.step
 
     def both() -> Any:

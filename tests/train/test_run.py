@@ -13,7 +13,7 @@ from glm5.train.metrics import read_metrics
 from glm5.train.packing import PackedDataset
 from glm5.train.run import describe_data, describe_model, find_resume_step, train
 from tests.tiny_models import TinyFolder
-from tests.training import all_finite, run_config
+from tests.training import all_finite, run_config, write_few_chats
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lora", [True, False])
 def test_the_loss_falls(tiny_folder: TinyFolder, tmp_path: Path, lora: bool) -> None:
-    folder = tiny_folder("5.2")
+    folder = tiny_folder("5")
     run = run_config(
         folder,
         tmp_path / "run",
         # rows that are seen again and again
-        data={"max_samples": 8, "eval": str(folder / "data/eval.jsonl")},
+        data={"max_samples": 8, "eval": write_few_chats(folder, tmp_path / "eval.jsonl")},
         optimizer={"lr": 2e-2 if lora else 2e-3},
         train={"steps": 12},
         **({"lora": {"rank": 8, "alpha": 16.0}} if lora else {"lora": None}),

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dist_checkpoint
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch import Tensor
 
 from glm5.errors import CheckpointError
 
@@ -46,9 +49,28 @@ _LEGACY_FILE = "common.pt"
 
 
 def save_sharded(folder: Path, state: dict[str, Any]) -> None:
-    """Writes `state` (sharded tensors and plain values) into the empty `folder`; collective."""
+    """Writes `state` (sharded tensors and plain values) into the empty `folder`; collective.
+
+    On a CPU no tensor is copied, on a GPU all of them are brought to the host at once.
+    """
+    apply_factories(state)
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensor) and value.data.is_cpu:
+            value.data = _with_own_storage(value.data)
     with _results_in_process():
         dist_checkpointing.save(state, str(folder))
+
+
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """The same memory as a storage of its own: Megatron clones what is part of a larger one.
+
+    Gate and up are halves of one weight, so that most of a model would be in memory twice.
+    """
+    if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    # bytes, because numpy has no bfloat16
+    raw = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape)
 
 
 def load_sharded(
@@ -102,7 +124,10 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, dist_checkpoint.CheckpointException):
         # one failure per rank; its own text is all of their tracebacks
         error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    if isinstance(error, pickle.UnpicklingError):
+        # torch's own text tells the reader to switch the check off
+        return "plain values that are more than numbers, strings and containers"
+    return f"{type(error).__name__}: {str(error).strip().partition('\n')[0]}"
 
 
 @contextmanager
