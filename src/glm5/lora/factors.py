@@ -112,6 +112,7 @@ class Adapted(nn.Module):
     ) -> dict[str, Any]:
         """Megatron's sharded tensors: a pair is cut as its base is."""
         state = sharded_state_dict_default(self.base, f"{prefix}base.", sharded_offsets, metadata)
+        default_group = parallel_state.get_tensor_model_parallel_group()
         axes = {"column": {"b": 0}, "row": {"a": 1}, "whole": {}}[self.split]
         for hf_linear in self.pairs:
             pair = self.pair(hf_linear)
@@ -120,6 +121,9 @@ class Adapted(nn.Module):
                 f"{prefix}pairs.{hf_linear}.",
                 axes,
                 sharded_offsets,
+                # an expert's group has one rank: every rank is the owner of its experts
+                tp_group=getattr(self.base, "tp_group", default_group),
+                dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             )
         return state
 

@@ -8,6 +8,31 @@ from glm5.config import Glm5Config
 from glm5.errors import LayoutError
 
 
+def pipeline_layout(
+    glm5: Glm5Config, stages: int, layers_per_stage: Sequence[int] | None, *, mtp: bool
+) -> list[list[str]]:
+    """Megatron's pipeline_model_parallel_layout: what stands on each stage, in order.
+
+    Without `layers_per_stage` the most even split is taken that IndexShare allows.
+
+    Raises:
+        LayoutError: the split does not fit the model, or a stage starts on a shared layer.
+    """
+    split = list(layers_per_stage or nearest_split(glm5, stages))
+    if len(split) != stages or sum(split) != glm5.num_hidden_layers or min(split) < 1:
+        raise LayoutError(
+            "the layers per stage do not fit the model",
+            got=split,
+            expected=f"{stages} positive numbers that add up to {glm5.num_hidden_layers}",
+            remedy=f"use {nearest_split(glm5, stages)}",
+        )
+    check_stages(glm5, split)
+    layout = [["decoder"] * count for count in split]
+    layout[0].insert(0, "embedding")
+    layout[-1] += ["mtp"] * (glm5.num_nextn_predict_layers if mtp else 0) + ["loss"]
+    return layout
+
+
 def stage_starts(layers_per_stage: Sequence[int]) -> list[int]:
     """First layer of every stage (counted from 0)."""
     starts, start = [], 0

@@ -30,7 +30,6 @@ from megatron.core.transformer.transformer_layer import (
 from glm5.model.attention import DSASelfAttention, IndexerType
 from glm5.model.layer import Glm5TransformerLayer
 from glm5.model.norm import RMSNorm
-from glm5.model.schedule import check_stages
 from glm5.model.transformer_config import Glm5TransformerConfig
 
 _MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -40,19 +39,10 @@ def decoder_spec(config: Glm5TransformerConfig) -> TransformerBlockSubmodules:
     """One layer spec per layer of this stage, following indexer_types and mlp_layer_types."""
     glm5 = config.glm5
     kinds = list(zip(glm5.indexer_types, glm5.mlp_layer_types, strict=True))
-    check_stages(glm5, layers_per_stage(config))
     first = get_transformer_layer_offset(config)
     here = kinds[first : first + get_num_layers_to_build(config)]
     layers = [_layer_spec(indexer_type, sparse=mlp == "sparse") for indexer_type, mlp in here]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def layers_per_stage(config: Glm5TransformerConfig) -> list[int]:
-    """How many decoder layers each pipeline stage has."""
-    return [
-        get_num_layers_to_build(config, pp_rank=rank)
-        for rank in range(config.pipeline_model_parallel_size)
-    ]
 
 
 def mtp_spec(config: Glm5TransformerConfig) -> ModuleSpec:
