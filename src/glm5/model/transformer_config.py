@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError
+from glm5.model.layout import check_layout
 from glm5.model.schedule import pipeline_layout
 from glm5.ops.backends import get_backend
 from glm5.runtime.distributed import Layout
@@ -62,12 +63,11 @@ def glm5_transformer_config(
 
     Raises:
         BackendError: `backend` is unknown or cannot run here.
-        LayoutError: the layers cannot be split over the pipeline stages like that.
+        LayoutError: the model cannot be split as the layout or `layers_per_stage` says.
     """
     get_backend(backend)
-    stages = None
-    if layout.pp > 1:
-        stages = pipeline_layout(glm5, layout.pp, layers_per_stage, mtp=include_mtp)
+    check_layout(glm5, layout, indexer_loss_coeff=indexer_loss_coeff, mtp=include_mtp)
+    stages = pipeline_layout(glm5, layout.pp, layers_per_stage, mtp=include_mtp)
     return Glm5TransformerConfig(
         glm5=glm5,
         dsa_attention_backend=backend,
@@ -76,7 +76,8 @@ def glm5_transformer_config(
         **_experts(glm5, device, layout),
         **_recompute(recompute),
         **_execution(device, dtype, layout),
-        pipeline_model_parallel_layout=stages,
+        # Megatron takes a list of one stage for a split
+        pipeline_model_parallel_layout=stages if layout.pp > 1 else None,
         mtp_num_layers=glm5.num_nextn_predict_layers if include_mtp else None,
     )
 
