@@ -32,7 +32,9 @@ def test_another_backend_computes_the_same(tiny_folder: TinyFolder) -> None:
     folder = tiny_folder("5.2")
     tokens = draw_tokens(29)
     with torch.no_grad():
-        ours, peer = (logits(load_model(folder, backend=name), tokens) for name in ("torch", "megatron"))
+        ours, peer = (
+            logits(load_model(folder, backend=name), tokens) for name in ("torch", "megatron")
+        )
     assert (ours - peer).abs().max() <= 1e-5 * peer.abs().max()
     with pytest.raises(BackendError, match="nosuch"):
         load_model(folder, backend="nosuch")
@@ -109,7 +111,9 @@ def test_a_float8_tensor_needs_its_scale(tiny_folder: TinyFolder, tmp_path: Path
         del tensors[f"{O_PROJ}_scale_inv"]
 
     folder = rewrite(tiny_folder("5", fp8=True, dtype="bfloat16"), tmp_path / "hf", drop_scale)
-    with pytest.raises(CheckpointError, match=rf"without their _scale_inv(?s:.*){O_PROJ}.*\.safetens"):
+    with pytest.raises(
+        CheckpointError, match=rf"without their _scale_inv(?s:.*){O_PROJ}.*\.safetens"
+    ):
         load_model(folder)
 
 

@@ -32,14 +32,16 @@ def configure(
         (Layout(tp=8), {}, "num_attention_heads.*4 over 8"),
         (Layout(tp=2), {"vocab_size": 321}, "vocab_size.*321 over 2"),
         (Layout(tp=4), {"intermediate_size": 162}, "intermediate_size.*162 over 4"),
-        (Layout(tp=4), {"moe_intermediate_size": 34}, "moe_intermediate_size x n_shared.*34 over 4"),
+        (
+            Layout(tp=4),
+            {"moe_intermediate_size": 34},
+            "moe_intermediate_size x n_shared.*34 over 4",
+        ),
         (Layout(ep=3), {}, "n_routed_experts.*8 over 3"),
         (Layout(ep=16), {}, "n_routed_experts.*8 over 16"),
     ],
 )
-def test_what_does_not_divide_is_named(
-    layout: Layout, changed: dict[str, Any], named: str
-) -> None:
+def test_what_does_not_divide_is_named(layout: Layout, changed: dict[str, Any], named: str) -> None:
     with pytest.raises(LayoutError, match=f"(?s){named}.*another tp or ep"):
         configure(layout, changed)
 

@@ -106,9 +106,7 @@ def test_embedding_mtp_and_loss_stand_at_the_ends() -> None:
         [*["decoder"] * 5, "mtp", "loss"],
     ]
     assert pipeline_layout(tiny(), 2, [6, 1], mtp=False)[1] == ["decoder", "loss"]
-    assert pipeline_layout(tiny(), 1, None, mtp=False) == [
-        ["embedding", *["decoder"] * 7, "loss"]
-    ]
+    assert pipeline_layout(tiny(), 1, None, mtp=False) == [["embedding", *["decoder"] * 7, "loss"]]
 
 
 def test_stage_starts_are_the_sums_before() -> None:

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def assemble(
-    ranks: list[dict[str, Any]], key: str, like: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def assemble(ranks: list[dict[str, Any]], key: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """The whole tensors of `key` ("gradients" or "weights") by global name.
 
     Ranks of one tensor-parallel rank must hold the same bits of a tensor, and so must all ranks of

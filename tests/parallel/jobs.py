@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from glm5.checkpoint.ckpt_dir import step_folder
 from glm5.checkpoint.hf_folder import hf_folder
+from glm5.errors import LayoutError
 from glm5.lora.attach import adapted_modules, base_name
 from glm5.model.names import GlobalNames
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
@@ -28,7 +29,7 @@ from glm5.train.state import TrainState
 # Odd, so that rows are padded where ranks share tokens; long documents cross a shard's border.
 SEQ_LENGTH = 29
 LENGTHS = (20, 9, 27, 2, 29, 11, 18, 13, 15, 24, 5, 29, 3, 25)
-LAST_STEP, LATER_STEP = 3, 5
+LAST_STEP, LATER_STEP = 3, 4
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,10 @@ def observe(job: Job) -> dict[str, Any]:
 
 
 def resumed_steps(job: Job) -> list[dict[str, float]]:
-    """Steps 4 and 5 from the checkpoint of step 3 in `resume_from`."""
+    """Step 4 from the checkpoint of step 3 in `resume_from`."""
     assert job.resume_from is not None
     loop = start(job)
     loop.state.load(step_folder(job.resume_from, LAST_STEP))
-    return later_steps(loop)
-
-
-def later_steps(loop: TrainLoop) -> list[dict[str, float]]:
     return [numbers(loop._step(step)) for step in range(LAST_STEP + 1, LATER_STEP + 1)]
 
 
@@ -156,6 +153,61 @@ def gradients_of(model: GPTModel) -> dict[str, Tensor]:
     return {name: p.main_grad.clone() for name, p in trained(model)}
 
 
+def gradients_when_recomputed(jobs: list[Job]) -> list[dict[str, Any]]:
+    """The gradients of one step of four micro-batches, for each job."""
+    found = []
+    for job in jobs:
+        loop = start(job)
+        gradients = record_gradients(loop)
+        loop._step(1)
+        found.append({"gradients": gradients[0], "calls": count_attention_calls(loop)})
+    return found
+
+
+def count_attention_calls(loop: TrainLoop) -> int:
+    """How often this stage's first attention core runs in one more step."""
+    attention = loop.state.model.module.decoder.layers[0].self_attention
+    calls, core = [], attention._core
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return core(*args)
+
+    attention._core = counted
+    loop._step(2)
+    return len(calls)
+
+
+def one_short_row(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """A step on rows of documents of these lengths, and what the first indexer selected."""
+    data = dataset(lengths, sum(lengths))
+    loop = start(job, data)
+    gradients, selected = record_gradients(loop), []
+    layer = loop.state.model.module.decoder.layers[0]
+    layer.self_attention.indexer.register_forward_hook(
+        lambda module, args, out: selected.append(out[0].clone())
+    )
+    step = numbers(loop._step(1))
+    return {
+        "tp_rank": 0,
+        "cp_rank": parallel_state.get_context_parallel_rank(),
+        "gradients": gradients[0],
+        "selected": selected[0],
+        "steps": [step],
+    }
+
+
+def refusals(layouts: list[Layout]) -> list[str]:
+    """What starting each of these layouts in this process says."""
+    messages = []
+    for layout in layouts:
+        try:
+            ensure_distributed(default_device(), layout)
+        except LayoutError as error:
+            messages.append(str(error))
+    return messages
+
+
 def weights(model: GPTModel) -> dict[str, Tensor]:
     """Copies of what trains by global name."""
     return {name: p.detach().float().clone() for name, p in trained(model)}
@@ -169,9 +221,7 @@ def trained(model: GPTModel) -> Iterator[tuple[str, nn.Parameter]]:
             yield global_name(base_name(name)), parameter
 
 
-def randomise_adapters(
-    model: GPTModel, factor: Callable[[str], float] = lambda path: 1.0
-) -> None:
+def randomise_adapters(model: GPTModel, factor: Callable[[str], float] = lambda path: 1.0) -> None:
     """B != 0 from the module's global name: while B is zero, A has no gradient."""
     global_name = GlobalNames(model)
     for path, module in adapted_modules(model):

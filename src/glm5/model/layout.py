@@ -7,9 +7,7 @@ from glm5.errors import LayoutError
 from glm5.runtime.distributed import Layout
 
 
-def check_layout(
-    glm5: Glm5Config, layout: Layout, *, indexer_loss_coeff: float, mtp: bool
-) -> None:
+def check_layout(glm5: Glm5Config, layout: Layout, *, indexer_loss_coeff: float, mtp: bool) -> None:
     """Checks all but the pipeline's stages.
 
     Raises:

@@ -30,7 +30,8 @@ def sharded_optimizer(
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], step: int) -> None:
     """Puts loaded tensors of `sharded_optimizer` into the optimiser, all of them at `step`."""
     for adam in _adam_states(state):
-        adam["state"]["common_step"] = step
+        # empty where a stage has no experts, and then not loaded at all
+        adam.setdefault("state", {})["common_step"] = step
         for group in adam["param_groups"]:
             if "step" in group:
                 group["step"] = step
