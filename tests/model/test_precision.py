@@ -83,5 +83,5 @@ def test_the_head_weights_of_the_indexer_stay_fp32(tiny_folder: TinyFolder) -> N
     assert inputs.weights.dtype == torch.float32
     assert inputs.q.dtype == inputs.k.dtype == torch.bfloat16
     weight = attention.indexer.linear_weights_proj.weight
-    expected = x.float() @ weight.float().T * (16 * 16) ** -0.5
+    expected = x[:, 0].float() @ weight.float().T * (16 * 16) ** -0.5
     assert torch.allclose(inputs.weights, expected, rtol=1e-5, atol=1e-7)

@@ -5,6 +5,14 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from glm5.model.tokens import token_row
+from glm5.runtime.distributed import default_device, ensure_distributed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_process() -> None:
+    ensure_distributed(default_device())
 
 
 def packed(*cu_seqlens: int) -> PackedSeqParams:
@@ -13,7 +21,7 @@ def packed(*cu_seqlens: int) -> PackedSeqParams:
 
 
 def test_packed_documents_keep_their_bounds() -> None:
-    row = token_row(torch.zeros(5, 1, 2), packed(0, 3, 3, 4, 5))
+    row = token_row(5, 1, packed(0, 3, 3, 4, 5), CPU)
     assert row.starts.tolist() == [0, 0, 0, 3, 4]
     assert row.ends.tolist() == [1, 2, 3, 4, 5]
     assert row.positions.tolist() == [0, 1, 2, 0, 0]
@@ -21,7 +29,7 @@ def test_packed_documents_keep_their_bounds() -> None:
 
 
 def test_a_batch_is_documents_of_one_length() -> None:
-    row = token_row(torch.zeros(3, 2, 4), None)
+    row = token_row(3, 2, None, CPU)
     assert row.starts.tolist() == [0, 0, 0, 3, 3, 3]
     assert row.positions.tolist() == [0, 1, 2, 0, 1, 2]
     assert row.starts.dtype == row.ends.dtype == row.positions.dtype == torch.int32
@@ -30,7 +38,7 @@ def test_a_batch_is_documents_of_one_length() -> None:
 @pytest.mark.parametrize(("seq_len", "batch"), [(1, 1), (3, 1), (1, 4), (3, 2)])
 def test_flatten_is_undone(seq_len: int, batch: int) -> None:
     x = torch.randn(seq_len, batch, 4)
-    row = token_row(x, None)
+    row = token_row(seq_len, batch, None, CPU)
     flat = row.flatten(x)
     # document after document, not position after position
     assert torch.equal(flat, torch.cat([x[:, b] for b in range(batch)]))
@@ -40,4 +48,4 @@ def test_flatten_is_undone(seq_len: int, batch: int) -> None:
 
 def test_packed_rows_have_batch_one() -> None:
     with pytest.raises(AssertionError, match="batch 1"):
-        token_row(torch.zeros(4, 2, 2), packed(0, 4))
+        token_row(4, 2, packed(0, 4), CPU)

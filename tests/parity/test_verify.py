@@ -304,8 +304,7 @@ def test_a_missing_gradient_fails(model: GPTModel, reference: Callable[[str], nn
 def test_documents_that_see_each_other_fail_where_there_are_two(
     model: GPTModel, reference: Callable[[str], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_document(hidden_states: Tensor, packed_seq_params: Any) -> TokenRow:
-        seq_len, batch, _ = hidden_states.shape
+    def one_document(seq_len: int, batch: int, *unused: Any) -> TokenRow:
         return TokenRow(
             *document_bounds(torch.tensor([0, seq_len * batch]), seq_len * batch), batch
         )

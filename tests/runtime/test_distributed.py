@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from glm5.errors import LayoutError
-from glm5.model.build import build_model
 from glm5.runtime import distributed
 from glm5.runtime.distributed import Layout, current_layout, default_device, ensure_distributed
 from tests.tiny_models import TinyFolder
@@ -37,12 +36,6 @@ def test_another_layout_over_it_is_refused(axis: str) -> None:
     with pytest.raises(LayoutError, match=rf"(?s)another layout.*{axis}=2.*destroy"):
         ensure_distributed(DEVICE, Layout(**{axis: 2}))
     assert current_layout() == Layout()
-
-
-def test_a_model_that_would_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glm5.model.build.current_layout", lambda: Layout(tp=2))
-    with pytest.raises(LayoutError, match="tp=2"):
-        build_model(None)
 
 
 def test_a_restart_seeds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,11 +81,11 @@ def test_empty_row() -> None:
 
 
 @pytest.mark.parametrize("missing", [1, 2, 5])
-def test_padding_is_one_document_without_loss(missing: int) -> None:
+def test_padding_is_documents_of_one_token_without_loss(missing: int) -> None:
     row = build_row(chats_of(3, 2))
     padded = pad_row(row, 5 + missing, PAD)
     assert padded.num_tokens == 5 + missing
-    assert padded.cu_seqlens.tolist() == [0, 3, 5, 5 + missing]
+    assert padded.cu_seqlens.tolist() == [0, 3, *range(5, 6 + missing)]
     assert padded.input_ids[5:].tolist() == [PAD] * missing
     assert padded.loss_mask[5:].sum() == 0
     assert torch.equal(padded.labels[:5], row.labels)
@@ -110,8 +110,8 @@ def test_micro_batch_equals_one_row_of_all_documents() -> None:
 def test_micro_batch_of_padded_rows() -> None:
     chats = chats_of(3, 2)
     joined = concat_rows([pad_row(build_row([c]), 4, PAD) for c in chats])
-    assert joined.cu_seqlens.tolist() == [0, 3, 4, 6, 8]
-    assert documents(joined) == [[100, 101, 102], [PAD], [200, 201], [PAD, PAD]]
+    assert joined.cu_seqlens.tolist() == [0, 3, 4, 6, 7, 8]
+    assert documents(joined) == [[100, 101, 102], [PAD], [200, 201], [PAD], [PAD]]
 
 
 @pytest.mark.parametrize("num_documents", [0, 1, 2, 50, PACKING_WINDOW - 1, PACKING_WINDOW + 1])

@@ -273,6 +273,11 @@ def test_differences_leave_out_what_may_change(tmp_path: Path) -> None:
         "train.keep": "7",
         "train.log_every": "3",
         "train.resume": "must",
+        "layout.tp": "2",
+        "layout.pp": "3",
+        "layout.cp": "4",
+        "layout.ep": "5",
+        "layout.layers_per_stage": "[3, 2, 2]",
         "output.dir": "elsewhere",
         "output.tensorboard": "true",
     }

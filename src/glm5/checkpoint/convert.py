@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from glm5.checkpoint.rules import Rule, check_total
 from glm5.checkpoint.safetensors_io import TensorReader
 from glm5.errors import CheckpointError
 from glm5.lora.attach import base_name, is_adapter
+from glm5.model.names import GlobalNames
 
 EXPERT_BIAS = ".router.expert_bias"
 
 
-def mcore_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A checkpoint's tensors by Megatron name: parameters and router biases, no adapters."""
+def mcore_tensors(model: GPTModel) -> dict[str, Tensor]:
+    """This rank's tensors of a checkpoint by global Megatron name: parameters and router biases."""
+    global_name = GlobalNames(model)
     named = [*model.named_parameters(), *model.named_buffers()]
     return {
-        base_name(name): tensor.detach()
+        global_name(base_name(name)): tensor
         for name, tensor in named
         if not is_adapter(name) and (isinstance(tensor, nn.Parameter) or name.endswith(EXPERT_BIAS))
     }
@@ -27,7 +32,7 @@ def mcore_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_hf_weights(
-    model: nn.Module,
+    model: GPTModel,
     reader: TensorReader,
     rules: Iterable[Rule],
     *,
@@ -35,11 +40,12 @@ def load_hf_weights(
     exact: bool = False,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Fills every tensor of the model from the checkpoint, one rule at a time.
+    """Fills this rank's part of every tensor from the checkpoint, one rule at a time; collective.
 
     `unused` are tensors of the checkpoint that this model has no place for (an MTP layer that is
     not built). With `exact` a value that the model's dtype cannot hold is an error, else it is
-    rounded. Memory: the model and the largest tensor. `progress` hears the bytes of each target.
+    rounded. Memory: the rank's model and its largest tensor; no other bytes are read. `progress`
+    hears the bytes of each target.
 
     Raises:
         CheckpointError: a source or target is missing, extra, repeated, or of another shape.
@@ -47,10 +53,13 @@ def load_hf_weights(
     rules = list(rules)
     targets = mcore_tensors(model)
     left_out = set(unused)
-    check_total(rules, [name for name in reader.names() if name not in left_out], list(targets))
+    sources = [name for name in reader.names() if name not in left_out]
+    check_total(rules, sources, _names_on_all_ranks(targets))
     for rule in rules:
-        source = rule.load(reader)
-        target = targets[rule.mcore_name]
+        target = targets.get(rule.mcore_name)
+        if target is None:
+            continue
+        source = _load_part(rule, reader, target)
         _check_shape(rule, reader, source, target)
         target.copy_(source)
         if exact:
@@ -64,6 +73,25 @@ def hf_weights(tensors: dict[str, Tensor], rules: Iterable[Rule]) -> Iterator[tu
     check_total(rules, [name for rule in rules for name in rule.hf_names], list(tensors))
     for rule in rules:
         yield from zip(rule.hf_names, rule.to_hf(tensors[rule.mcore_name]), strict=True)
+
+
+def _names_on_all_ranks(targets: Iterable[str]) -> set[str]:
+    """Targets of this rank and of those that hold the rest of the model."""
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, list(targets))
+    return {name for names in everywhere for name in names}
+
+
+def _load_part(rule: Rule, reader: TensorReader, target: Tensor) -> Tensor:
+    """This rank's part of a tensor; experts are never cut, only handed out whole."""
+    if ".experts." in rule.mcore_name or not getattr(target, "tensor_model_parallel", False):
+        return rule.load(reader)
+    return rule.load(
+        reader,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        partition_dim=target.partition_dim,  # type: ignore[attr-defined]
+    )
 
 
 def _check_kept(rule: Rule, reader: TensorReader, source: Tensor, target: Tensor) -> None:

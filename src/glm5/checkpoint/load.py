@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def load_model(
     include_mtp: bool = False,
     indexer_loss_coeff: float = 0.0,
     latent_norm_eps: float | None = None,
+    layers_per_stage: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> GPTModel:
     """The model of a Hugging Face checkpoint, in evaluation mode, with every tensor checked.
@@ -63,6 +64,7 @@ def load_model(
             recompute=recompute,
             indexer_loss_coeff=indexer_loss_coeff,
             include_mtp=include_mtp,
+            layers_per_stage=layers_per_stage,
         )
         rules = glm5_rules(glm5, include_mtp=include_mtp)
         unused = () if include_mtp else mtp_hf_names(glm5)

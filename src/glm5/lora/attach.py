@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from glm5.lora.absorbed import AbsorbedLora
@@ -15,6 +16,7 @@ from glm5.lora.factors import Adapted, LoraPair
 from glm5.lora.linear import LoraLinear
 from glm5.lora.targets import TargetModule, find_targets
 from glm5.model.linear import LatentUpProjection
+from glm5.model.names import GlobalNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class LoraSpec:
         return self.adapter_alpha / self.adapter_rank
 
 
-def attach_lora(model: nn.Module, spec: LoraSpec, *, seed: int) -> None:
+def attach_lora(model: GPTModel, spec: LoraSpec, *, seed: int) -> None:
     """Freezes the model and puts a trainable pair on every target; logits are unchanged at first.
 
     Raises:
@@ -41,9 +43,9 @@ def attach_lora(model: nn.Module, spec: LoraSpec, *, seed: int) -> None:
     for target in targets:
         parent, _, leaf = target.path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, _adapt(target, spec))
+    global_name = GlobalNames(model)
     for path, adapted in adapted_modules(model):
-        for hf_linear in adapted.pairs:
-            adapted.pair(hf_linear).initialise(seed, f"{path}.{hf_linear}")
+        adapted.initialise(seed, global_name(f"{path}.").removesuffix("."))
     for module in model.modules():
         if isinstance(module, LanguageModelEmbedding):
             module.register_forward_hook(_ask_for_gradient)

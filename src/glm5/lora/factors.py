@@ -5,17 +5,32 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.utils import (
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 from torch import Tensor, nn
+
+from glm5.model.parallel import sum_gradient_over_tp
+
+# How a linear is cut over the tensor-parallel ranks: by outputs, by inputs, or not at all.
+Split = Literal["column", "row", "whole"]
 
 
 class LoraPair(nn.Module):
     """Delta W = scale * B A for one linear (arXiv 2106.09685); B starts at zero, so the delta does.
 
     a [rank, in_features], b [out_features, rank], in the dtype and on the device of the base
-    weight.
+    weight; of a split linear, b has this rank's outputs, or a its inputs.
     """
 
     def __init__(
@@ -29,20 +44,27 @@ class LoraPair(nn.Module):
             # Megatron reduces gradients of experts and of the rest over different groups
             _copy_attribute(like, parameter, "allreduce")
 
-    def initialise(self, seed: int, name: str) -> None:
-        """A uniform in +-1/sqrt(in_features), from (seed, name) alone: the same in every layout."""
+    def initialise(self, seed: int, name: str, part: int = 0, parts: int = 1) -> None:
+        """A uniform in +-1/sqrt(in_features), from (seed, name) alone: the same in every layout.
+
+        `part` of `parts` says which inputs this rank has.
+        """
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        bound = 1 / math.sqrt(self.a.shape[1])
-        values = torch.empty(self.a.shape).uniform_(-bound, bound, generator=generator)
+        rank, in_features = self.a.shape[0], self.a.shape[1] * parts
+        bound = 1 / math.sqrt(in_features)
+        values = torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator)
         with torch.no_grad():
-            self.a.copy_(values)
+            self.a.copy_(values.chunk(parts, dim=1)[part])
             self.b.zero_()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> scale * B A x [..., out_features], in the dtype of x."""
-        a, b = self.a.to(x.dtype), self.b.to(x.dtype)
-        return nn.functional.linear(nn.functional.linear(x, a), b) * self.scale
+    def down(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> A x [..., rank], in the dtype of x."""
+        return nn.functional.linear(x, self.a.to(x.dtype))
+
+    def up(self, low: Tensor) -> Tensor:
+        """low [..., rank] -> scale * B low [..., out_features], in the dtype of low."""
+        return nn.functional.linear(low, self.b.to(low.dtype)) * self.scale
 
 
 class Adapted(nn.Module):
@@ -60,15 +82,79 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = base
         self.hf_linears = tuple(hf_linears)
+        self.split = split_of(base)
         weight = cast(Tensor, base.weight)
         rows, in_features = weight.shape[0] // len(self.hf_linears), weight.shape[1]
         self.pairs = nn.ModuleDict(
             {name: LoraPair(rank, in_features, rows, scale, weight) for name in wanted}
         )
+        for name in wanted:
+            self._mark(self.pair(name))
 
     def pair(self, hf_linear: str) -> LoraPair:
         """The pair of one Hugging Face linear."""
         return cast(LoraPair, self.pairs[hf_linear])
+
+    def initialise(self, seed: int, path: str) -> None:
+        """Draws every pair; `path` is the module's global name."""
+        part, parts = 0, 1
+        if self.split == "row":
+            part = parallel_state.get_tensor_model_parallel_rank()
+            parts = parallel_state.get_tensor_model_parallel_world_size()
+        for hf_linear in self.pairs:
+            self.pair(hf_linear).initialise(seed, f"{path}.{hf_linear}", part, parts)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Megatron's sharded tensors: a pair is cut as its base is."""
+        state = sharded_state_dict_default(self.base, f"{prefix}base.", sharded_offsets, metadata)
+        default_group = parallel_state.get_tensor_model_parallel_group()
+        axes = {"column": {"b": 0}, "row": {"a": 1}, "whole": {}}[self.split]
+        for hf_linear in self.pairs:
+            pair = self.pair(hf_linear)
+            state |= make_sharded_tensors_for_checkpoint(
+                pair.state_dict(keep_vars=True),
+                f"{prefix}pairs.{hf_linear}.",
+                axes,
+                sharded_offsets,
+                # an expert's group has one rank: every rank is the owner of its experts
+                tp_group=getattr(self.base, "tp_group", default_group),
+                dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            )
+        return state
+
+    def _mark(self, pair: LoraPair) -> None:
+        """Tells Megatron which factor is cut, and of which every rank makes part of the gradient.
+
+        A whole factor beside a cut one sees the other's outputs or tokens only in part; an expert's
+        factors see all that their rank has of it, as the expert does.
+        """
+        if self.split == "column":
+            set_tensor_model_parallel_attributes(pair.b, True, 0, 1)
+            sum_gradient_over_tp(pair.a)
+        elif self.split == "row":
+            set_tensor_model_parallel_attributes(pair.a, True, 1, 1)
+            sum_gradient_over_tp(pair.b)
+        elif not is_expert(self.base):
+            sum_gradient_over_tp(pair.a, pair.b)
+
+
+def split_of(base: nn.Module) -> Split:
+    """How `base` is cut; experts are handed out whole."""
+    if is_expert(base):
+        return "whole"
+    if isinstance(base, ColumnParallelLinear):
+        return "column"
+    return "row" if isinstance(base, RowParallelLinear) else "whole"
+
+
+def is_expert(base: nn.Module) -> bool:
+    """Whether `base` belongs to a routed expert."""
+    return bool(getattr(base, "is_expert", False))
 
 
 def _copy_attribute(source: Any, target: Any, name: str) -> None:

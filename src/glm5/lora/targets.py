@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import nn
 
 from glm5.errors import AdapterError
@@ -46,7 +47,7 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> list[TargetModule]
     """
     _check_names(targets)
     found = list(_matches(model, frozenset(targets)))
-    hit = {name for target in found for name in target.wanted}
+    hit = _on_any_rank({name for target in found for name in target.wanted})
     if missed := [name for name in targets if name not in hit]:
         raise AdapterError(
             "LoRA targets match no module of this model",
@@ -55,6 +56,13 @@ def find_targets(model: nn.Module, targets: Sequence[str]) -> list[TargetModule]
             remedy="remove them from lora.targets",
         )
     return found
+
+
+def _on_any_rank(names: set[str]) -> set[str]:
+    """A pipeline stage may lack what another one has."""
+    everywhere: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everywhere, names)
+    return set().union(*everywhere)
 
 
 def _check_names(targets: Sequence[str]) -> None:

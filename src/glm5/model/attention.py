@@ -15,6 +15,7 @@ from glm5.model.indexer import IndexInputs, LightningIndexer
 from glm5.model.indexer_loss import add_indexer_loss
 from glm5.model.linear import LatentUpProjection, ReplicatedLinear
 from glm5.model.norm import RMSNorm
+from glm5.model.parallel import gather_keys, gather_tokens
 from glm5.model.tokens import TokenRow, token_row
 from glm5.model.transformer_config import Glm5TransformerConfig
 from glm5.ops.backends import get_backend
@@ -82,38 +83,46 @@ class DSASelfAttention(MegatronModule):
     ) -> tuple[Tensor, Tensor]:
         """hidden_states [s, b, hidden_size] normalised -> (output of that shape, topk_indices).
 
-        topk_indices [s * b, index_topk] int32 of the nearest full layer above; a full layer
-        replaces it.
+        topk_indices [t, index_topk] int32 of the nearest full layer above; a full layer replaces
+        it. Under sequence parallelism hidden_states is [s / tp, b, hidden_size].
         """
-        row = token_row(hidden_states, packed_seq_params)
-        x = row.flatten(hidden_states)
-        q_latent = self.q_layernorm(self.linear_q_down_proj(x)[0])
+        row = self._token_row(hidden_states, packed_seq_params)
+        q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         index_inputs = None
         if self.indexer is not None:
-            topk_indices, index_inputs = self.indexer(x, q_latent, row)
+            topk_indices, index_inputs = self.indexer(hidden_states, q_latent, row)
         assert topk_indices is not None, f"layer {self.layer_number} shares a top-k nobody made"
-        q, kv = self._queries_and_keys(x, q_latent, row)
+        q, kv = self._queries_and_keys(hidden_states, q_latent, row)
         out, lse = self._attend(q, kv, topk_indices)
         output, _ = self.linear_proj(row.unflatten(out))
         if index_inputs is not None and index_inputs.want_gradients:
             output = self._with_indexer_loss(output, index_inputs, q, kv, lse, topk_indices)
         return output, topk_indices
 
+    def _token_row(self, hidden_states: Tensor, packed: PackedSeqParams | None) -> TokenRow:
+        seq_len, batch, _ = hidden_states.shape
+        if self.config.sequence_parallel:
+            seq_len *= self.config.tensor_model_parallel_size
+        return token_row(seq_len, batch, packed, hidden_states.device)
+
     def _queries_and_keys(
         self, x: Tensor, q_latent: Tensor, row: TokenRow
     ) -> tuple[Tensor, Tensor]:
-        """Absorbed q [t, h, d_qk] and kv [t, d_qk]."""
+        """Absorbed q [t, h / tp, d_qk] of this rank's tokens and heads; kv [t_k, d_qk] of all."""
         glm5 = self.config.glm5
         cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
-        q, _ = self.linear_q_up_proj(q_latent)
+        q = row.flatten(self.linear_q_up_proj(q_latent)[0])
         q = q.view(q.shape[0], -1, glm5.qk_head_dim)
         q_nope, q_rope = q.split([glm5.qk_nope_head_dim, glm5.qk_rope_head_dim], dim=-1)
         q_rope = apply_rope(q_rope, cos, sin, interleaved=glm5.rope_interleave)
         q = torch.cat([self.linear_kv_up_proj.absorb_query(q_nope), q_rope], dim=-1)
-        kv, _ = self.linear_kv_down_proj(x)
-        kv_latent, k_rope = kv.split([glm5.kv_lora_rank, glm5.qk_rope_head_dim], dim=-1)
+        latent_and_rope = [glm5.kv_lora_rank, glm5.qk_rope_head_dim]
+        kv_latent, k_rope = self.linear_kv_down_proj(x)[0].split(latent_and_rope, dim=-1)
+        kv = torch.cat([self.kv_layernorm(kv_latent), k_rope], dim=-1)
+        kv = row.flatten(gather_tokens(kv, self.config, partial_grad=True))
+        kv_latent, k_rope = kv.split(latent_and_rope, dim=-1)
         k_rope = apply_rope(k_rope, cos, sin, interleaved=glm5.rope_interleave)
-        return q, torch.cat([self.kv_layernorm(kv_latent), k_rope], dim=-1)
+        return q, gather_keys(torch.cat([kv_latent, k_rope], dim=-1), row.batch)
 
     def _attend(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
         """(out [t, h * v_head_dim], lse [t, h]); recomputed in the backward pass when asked for."""

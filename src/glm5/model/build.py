@@ -1,28 +1,24 @@
-"""Builds the Megatron-Core GPTModel of a GLM-5 configuration, without weights."""
+"""Builds this rank's part of the GPTModel of a GLM-5 configuration, without weights."""
 
 from __future__ import annotations
 
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
-from glm5.errors import LayoutError
 from glm5.model.spec import decoder_spec, mtp_spec
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
-from glm5.runtime.distributed import current_layout
 
 
 def build_model(config: Glm5TransformerConfig) -> GPTModel:
-    """An uninitialised GPTModel on this rank's device; loading fills and checks every tensor.
-
-    Raises:
-        LayoutError: the initialised parallel state splits the model.
-    """
-    _check_layout()
+    """An uninitialised GPTModel, or this pipeline stage of it, on this rank's device."""
     glm5 = config.glm5
     model = GPTModel(
         config=config,
         transformer_layer_spec=decoder_spec(config),
         vocab_size=glm5.vocab_size,
         max_sequence_length=glm5.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         # the attention layer applies its own rope
         position_embedding_type="none",
         share_embeddings_and_output_weights=False,
@@ -30,14 +26,3 @@ def build_model(config: Glm5TransformerConfig) -> GPTModel:
     )
     # Megatron makes the routers on the CPU and moves them in their first forward
     return model.to(build_device(config))
-
-
-def _check_layout() -> None:
-    layout = current_layout()
-    if (layout.tp, layout.pp, layout.cp, layout.ep) != (1, 1, 1, 1):
-        raise LayoutError(
-            "the model is not split over processes yet",
-            got=layout,
-            expected="tp = pp = cp = ep = 1 (data parallelism is free)",
-            remedy="start Megatron's parallel state with model-parallel sizes of 1",
-        )

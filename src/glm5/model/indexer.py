@@ -9,6 +9,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from glm5.model.linear import ReplicatedLinear
+from glm5.model.parallel import gather_keys, gather_tokens, sum_gradient_over_tp
 from glm5.model.tokens import TokenRow
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 from glm5.ops.backends import get_backend
@@ -19,7 +20,8 @@ from glm5.ops.rope import apply_rope, rope_cos_sin
 class IndexInputs:
     """What the index scores are made of; every scale is already inside `weights`.
 
-    q [t, index_n_heads, index_head_dim]; k [t, index_head_dim]; weights [t, index_n_heads] fp32.
+    q [t, index_n_heads, index_head_dim]; k [t_k, index_head_dim], the keys of all context-parallel
+    ranks; weights [t, index_n_heads] fp32.
     """
 
     q: Tensor
@@ -52,6 +54,7 @@ class LightningIndexer(MegatronModule):
             dtype=config.params_dtype,
             device=build_device(config),
         )
+        sum_gradient_over_tp(*self.k_norm.parameters())
         # bf16 rounding of the head weights flips near-tied selections
         self.linear_weights_proj = ReplicatedLinear(
             glm5.hidden_size, num_heads, config=config, compute_dtype=torch.float32
@@ -65,19 +68,23 @@ class LightningIndexer(MegatronModule):
         wanted = self.training and torch.is_grad_enabled() and self.config.indexer_loss_coeff > 0
         return wanted and any(p.requires_grad for p in self.parameters())
 
-    def project(self, x: Tensor, q_latent: Tensor, positions: Tensor) -> IndexInputs:
-        """x [t, hidden_size]; q_latent [t, q_lora_rank] normalised; positions [t] int32."""
+    def project(self, x: Tensor, q_latent: Tensor, row: TokenRow) -> IndexInputs:
+        """x [s / tp, b, hidden_size]; q_latent [s / tp, b, q_lora_rank] normalised."""
         glm5 = self.config.glm5
-        cos, sin = rope_cos_sin(positions, glm5.qk_rope_head_dim, glm5.rope_theta)
-        q, _ = self.linear_wq_b(q_latent)
-        k, _ = self.linear_wk(x)
-        weights, _ = self.linear_weights_proj(x)
+        cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
+        q = self._all_tokens(self.linear_wq_b(q_latent)[0], row)
+        k = self._all_tokens(self.k_norm(self.linear_wk(x)[0]), row)
+        weights = self._all_tokens(self.linear_weights_proj(x)[0], row)
         q = q.view(-1, glm5.index_n_heads, glm5.index_head_dim)
         return IndexInputs(
             q=self._rope_first_dims(q, cos, sin),
-            k=self._rope_first_dims(self.k_norm(k), cos, sin),
+            k=gather_keys(self._rope_first_dims(k, cos, sin), row.batch),
             weights=weights * self.weight_scale,
         )
+
+    def _all_tokens(self, x: Tensor, row: TokenRow) -> Tensor:
+        """x [s / tp, b, d] -> [t, d]; every rank runs the whole indexer, so gradients agree."""
+        return row.flatten(gather_tokens(x, self.config, partial_grad=False))
 
     def select(self, inputs: IndexInputs, row: TokenRow) -> Tensor:
         """The topk_indices [t, index_topk] int32 of every query of the row."""
@@ -92,7 +99,7 @@ class LightningIndexer(MegatronModule):
         The main loss never reaches the indexer, nor the indexer's loss the model, hence the detach.
         """
         with torch.set_grad_enabled(self.trains):
-            inputs = self.project(x.detach(), q_latent.detach(), row.positions)
+            inputs = self.project(x.detach(), q_latent.detach(), row)
         return self.select(inputs, row), inputs
 
     def _rope_first_dims(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor, nn
 
+from glm5.model.parallel import sum_gradient_over_tp
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 
 
@@ -33,6 +34,7 @@ class ReplicatedLinear(nn.Module):
         device = build_device(config)
         weight = torch.empty(out_features, in_features, dtype=config.params_dtype, device=device)
         self.weight = nn.Parameter(weight)
+        sum_gradient_over_tp(self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         dtype = self.compute_dtype or x.dtype

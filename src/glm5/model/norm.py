@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from glm5.model.parallel import sum_gradient_over_tp
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 
 
@@ -19,6 +20,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         weight = torch.ones(hidden_size, dtype=config.params_dtype, device=build_device(config))
         self.weight = nn.Parameter(weight)
+        sum_gradient_over_tp(self.weight)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,8 +18,14 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from glm5.model.attention import DSASelfAttention, IndexerType
 from glm5.model.layer import Glm5TransformerLayer
@@ -30,12 +36,12 @@ _MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLine
 
 
 def decoder_spec(config: Glm5TransformerConfig) -> TransformerBlockSubmodules:
-    """One layer spec per decoder layer, following indexer_types and mlp_layer_types."""
+    """One layer spec per layer of this stage, following indexer_types and mlp_layer_types."""
     glm5 = config.glm5
-    layers = [
-        _layer_spec(indexer_type, sparse=mlp == "sparse")
-        for indexer_type, mlp in zip(glm5.indexer_types, glm5.mlp_layer_types, strict=True)
-    ]
+    kinds = list(zip(glm5.indexer_types, glm5.mlp_layer_types, strict=True))
+    first = get_transformer_layer_offset(config)
+    here = kinds[first : first + get_num_layers_to_build(config)]
+    layers = [_layer_spec(indexer_type, sparse=mlp == "sparse") for indexer_type, mlp in here]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 

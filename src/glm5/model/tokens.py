@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -13,10 +14,11 @@ from glm5.ops.masks import document_bounds
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Documents of one micro-batch, end to end: bshd is b documents of s tokens, thd is cu_seqlens.
+    """Documents of a micro-batch, end to end: bshd is b documents of s tokens, thd is cu_seqlens.
 
-    starts, ends [t] int32: token i attends to [starts[i], ends[i]); positions [t] int32 count from
-    each document's first token.
+    Under context parallelism a rank has a contiguous share of every sequence's queries, and all
+    keys. starts, ends [t] int32 of this rank's t queries: query i attends to the keys
+    [starts[i], ends[i]); positions [t] int32 count from each document's first token.
     """
 
     starts: Tensor
@@ -36,14 +38,21 @@ class TokenRow:
         return x.view(self.batch, -1, x.shape[-1]).transpose(0, 1)
 
 
-def token_row(hidden_states: Tensor, packed_seq_params: PackedSeqParams | None) -> TokenRow:
-    """The documents of hidden_states: bshd [s, b, hidden_size], or thd [t, 1, hidden_size]."""
-    seq_len, batch, _ = hidden_states.shape
+def token_row(
+    seq_len: int, batch: int, packed_seq_params: PackedSeqParams | None, device: torch.device
+) -> TokenRow:
+    """The documents of this rank's seq_len x batch queries.
+
+    cu_seqlens_q of thd inputs, whose batch is 1, counts the tokens of all context-parallel ranks.
+    """
+    cp_size = parallel_state.get_context_parallel_world_size()
+    full_len = seq_len * cp_size
     if packed_seq_params is not None:
         assert batch == 1, f"thd inputs have batch 1, got {batch}"
         cu_seqlens = packed_seq_params.cu_seqlens_q
     else:
-        device = hidden_states.device
-        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq_len
-    starts, ends = document_bounds(cu_seqlens, seq_len * batch)
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * full_len
+    rank = parallel_state.get_context_parallel_rank()
+    bounds = document_bounds(cu_seqlens, full_len * batch)
+    starts, ends = (bound.view(batch, cp_size, seq_len)[:, rank].flatten() for bound in bounds)
     return TokenRow(starts, ends, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError
+from glm5.model.layout import check_layout
+from glm5.model.schedule import pipeline_layout
 from glm5.ops.backends import get_backend
 from glm5.runtime.distributed import Layout
 
@@ -51,13 +54,20 @@ def glm5_transformer_config(
     recompute: Recompute = "none",
     indexer_loss_coeff: float = 0.0,
     include_mtp: bool = False,
+    layers_per_stage: Sequence[int] | None = None,
 ) -> Glm5TransformerConfig:
     """Translates the published configuration into Megatron-Core's.
 
+    `layers_per_stage` says which layers stand on which of the layout's pipeline stages; by default
+    the most even split that IndexShare allows.
+
     Raises:
         BackendError: `backend` is unknown or cannot run here.
+        LayoutError: the model cannot be split as the layout or `layers_per_stage` says.
     """
     get_backend(backend)
+    check_layout(glm5, layout, indexer_loss_coeff=indexer_loss_coeff, mtp=include_mtp)
+    stages = pipeline_layout(glm5, layout.pp, layers_per_stage, mtp=include_mtp)
     return Glm5TransformerConfig(
         glm5=glm5,
         dsa_attention_backend=backend,
@@ -66,6 +76,8 @@ def glm5_transformer_config(
         **_experts(glm5, device, layout),
         **_recompute(recompute),
         **_execution(device, dtype, layout),
+        # Megatron takes a list of one stage for a split
+        pipeline_model_parallel_layout=stages if layout.pp > 1 else None,
         mtp_num_layers=glm5.num_nextn_predict_layers if include_mtp else None,
     )
 
@@ -158,6 +170,9 @@ def _execution(device: torch.device, dtype: torch.dtype, layout: Layout) -> dict
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
+        "expert_tensor_parallel_size": 1,
+        # experts need it beside tensor parallelism
+        "sequence_parallel": layout.tp > 1,
         # gradients are averaged over the trained tokens of the whole batch, not per micro-batch
         "calculate_per_token_loss": True,
         "bias_activation_fusion": False,

@@ -20,6 +20,11 @@ class Layout:
     cp: int = 1
     ep: int = 1
 
+    @property
+    def splits_model(self) -> bool:
+        """Whether one process holds less than the whole model."""
+        return max(self.tp, self.pp, self.ep) > 1
+
 
 def default_device() -> torch.device:
     """The GPU of this process (under a launcher, of its local rank), else the CPU."""
@@ -82,6 +87,8 @@ def _init_parallel_state(layout: Layout) -> None:
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
+        # experts are split over whole experts, never inside one
+        expert_tensor_parallel_size=1,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from glm5.errors import ConfigError, DivergedError
+from glm5.train.batches import BatchShaper
 from glm5.train.metrics import MetricsLog
-from glm5.train.packing import BatchOrder, PackedDataset, PackedRow, concat_rows
+from glm5.train.packing import BatchOrder, PackedDataset
 from glm5.train.run_config import TrainSection
 from glm5.train.sft import forward_step
 from glm5.train.state import TrainState
@@ -52,6 +53,8 @@ class TrainLoop:
         self.train_data = train_data
         self.eval_data = eval_data
         self.section = section
+        glm5 = state.model.module.config.glm5
+        self.pad_token_id = glm5.eos_token_id[0] if glm5.pad_token_id is None else glm5.pad_token_id
         self.order = BatchOrder(len(train_data), section.global_batch_size, section.seed, shuffle)
         self.forward_backward = get_forward_backward_func()
         self._check_batch()
@@ -94,8 +97,8 @@ class TrainLoop:
         """Mean loss over all rows of `data`, without gradients."""
         model = self.state.model
         model.eval()
-        indices = list(range(len(data)))
-        reports = self._forward(data, _my_share(indices, 1), forward_only=True)
+        shaper = BatchShaper(data, 1, self.pad_token_id)
+        reports = self._forward(shaper, range(len(data)), forward_only=True)
         model.train()
         return _sum_reports(reports, _device(self.state))
 
@@ -108,7 +111,8 @@ class TrainLoop:
         state.model.zero_grad_buffer()
         state.optimizer.zero_grad()
         rows = self.order.rows(step - 1)
-        reports = self._forward(self.train_data, _my_share(rows, self.section.micro_batch_size))
+        shaper = BatchShaper(self.train_data, self.section.micro_batch_size, self.pad_token_id)
+        reports = self._forward(shaper, rows)
         _, grad_norm, _ = state.optimizer.step()
         lr = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step(increment=1)
@@ -125,21 +129,17 @@ class TrainLoop:
         }
 
     def _forward(
-        self,
-        data: PackedDataset,
-        micro_batches: Sequence[Sequence[int]],
-        *,
-        forward_only: bool = False,
+        self, shaper: BatchShaper, rows: Sequence[int], *, forward_only: bool = False
     ) -> list[dict[str, Tensor]]:
-        if not micro_batches:
-            return []
+        """What the last pipeline stage reports of every micro-batch; nothing on other stages."""
+        shares = shaper.share(rows)
         return self.forward_backward(
             forward_step_func=forward_step,
-            data_iterator=_batches(data, micro_batches),
+            data_iterator=shaper.micro_batches(shares),
             model=[self.state.model],
-            num_microbatches=len(micro_batches),
-            # shapes are only exchanged between pipeline stages
-            seq_length=data.seq_length,
+            num_microbatches=len(shares),
+            # the shapes that pipeline stages exchange
+            seq_length=shaper.capacity,
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -185,25 +185,14 @@ def _connect(state: TrainState) -> None:
     config.no_sync_func = state.model.no_sync
 
 
-def _my_share(rows: Sequence[int], micro_batch_size: int) -> list[Sequence[int]]:
-    """This rank's micro-batches: micro-batch i of the step goes to rank i mod dp_size."""
-    starts = range(0, len(rows), micro_batch_size)
-    micro_batches = [rows[start : start + micro_batch_size] for start in starts]
-    rank = parallel_state.get_data_parallel_rank()
-    return micro_batches[rank :: parallel_state.get_data_parallel_world_size()]
-
-
-def _batches(data: PackedDataset, micro_batches: Sequence[Sequence[int]]) -> Iterator[PackedRow]:
-    for rows in micro_batches:
-        yield concat_rows([data[row] for row in rows])
-
-
 def _sum_reports(reports: Sequence[dict[str, Tensor]], device: torch.device) -> LossSum:
     """Adds up micro-batches and ranks: the one host sync of a step besides the gradient norm's."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for report in reports:
         sums += torch.stack([report["loss_sum"].double(), report["num_tokens"].double()])
-    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    # only the last pipeline stage has a loss
+    dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
     loss_sum, num_tokens = sums.tolist()
     return LossSum(loss_sum, int(num_tokens))
 

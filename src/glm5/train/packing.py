@@ -64,9 +64,10 @@ def build_row(chats: Sequence[TokenizedChat]) -> PackedRow:
 
 
 def pad_row(row: PackedRow, length: int, pad_token_id: int) -> PackedRow:
-    """Fill a row up to `length` tokens with one more document of pad tokens and no loss.
+    """Fill a row up to `length` tokens with documents of one pad token each and no loss.
 
-    A row of exactly `length` tokens comes back as it is.
+    A token that sees only itself adds nothing to the indexer's loss, either. A row of exactly
+    `length` tokens comes back as it is.
 
     Raises:
         DataError: the row is longer than `length`.
@@ -76,9 +77,9 @@ def pad_row(row: PackedRow, length: int, pad_token_id: int) -> PackedRow:
         raise DataError("a row is too long to pad", got=row.num_tokens, expected=f"<= {length}")
     if missing == 0:
         return row
-    pad = np.full(missing, pad_token_id, dtype=np.int32)
-    filler = TokenizedChat(pad, np.zeros(missing, dtype=np.bool_), "padding")
-    return concat_rows([row, build_row([filler])])
+    pad = np.full(1, pad_token_id, dtype=np.int32)
+    filler = TokenizedChat(pad, np.zeros(1, dtype=np.bool_), "padding")
+    return concat_rows([row, build_row([filler] * missing)])
 
 
 def concat_rows(rows: Sequence[PackedRow]) -> PackedRow:

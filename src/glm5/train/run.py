@@ -20,7 +20,7 @@ from glm5.checkpoint.load import load_model
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError
 from glm5.lora.attach import LoraSpec, attach_lora
-from glm5.runtime.distributed import default_device, ensure_distributed
+from glm5.runtime.distributed import Layout, default_device, ensure_distributed
 from glm5.train.chat import ChatTokenizer, load_tokenizer, tokenize_chats
 from glm5.train.data import iter_chats
 from glm5.train.loop import TrainLoop
@@ -61,7 +61,7 @@ def train(
         ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any
         step. DivergedError: the loss is no longer a number.
     """
-    ensure_distributed(default_device())
+    ensure_distributed(default_device(), parallel_layout(run))
     if not is_writer():
         say = _say_nothing
     folder = hf_folder(run.model.path)
@@ -162,6 +162,7 @@ def build_trainable(run: RunConfig, folder: Path) -> GPTModel:
         include_mtp=run.model.mtp,
         indexer_loss_coeff=run.indexer_loss_coeff,
         latent_norm_eps=run.model.latent_norm_eps,
+        layers_per_stage=run.layout.layers_per_stage,
     )
     if run.lora is not None:
         attach_lora(model, lora_spec(run), seed=run.train.seed)
@@ -183,6 +184,11 @@ def describe_model(model: GPTModel) -> str:
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     device = parameters[0].device
     return f"model: {total:,} parameters, {trained:,} of them train, on {device}"
+
+
+def parallel_layout(run: RunConfig) -> Layout:
+    """The sizes of the `[layout]` table."""
+    return Layout(tp=run.layout.tp, pp=run.layout.pp, cp=run.layout.cp, ep=run.layout.ep)
 
 
 def lora_spec(run: RunConfig) -> LoraSpec:

@@ -33,6 +33,11 @@ DEFAULT_INDEXER_LOSS_COEFF = 0.001
 
 # These may change when a run resumes; every other field must stay as it was.
 FREE_ON_RESUME = (
+    "layout.tp",
+    "layout.pp",
+    "layout.cp",
+    "layout.ep",
+    "layout.layers_per_stage",
     "train.steps",
     "train.eval_every",
     "train.save_every",
@@ -129,6 +134,21 @@ class LoraSection(_Section):
         return self
 
 
+class LayoutSection(_Section):
+    """`[layout]`: how the model is split over processes; data parallelism takes what remains."""
+
+    tp: Annotated[int, Field(ge=1)] = 1
+    """Tensor parallel ranks, with sequence parallelism: they share heads and widths."""
+    pp: Annotated[int, Field(ge=1)] = 1
+    """Pipeline stages: they share the layers."""
+    cp: Annotated[int, Field(ge=1)] = 1
+    """Context parallel ranks: they share the tokens of a row."""
+    ep: Annotated[int, Field(ge=1)] = 1
+    """Expert parallel ranks: they share the routed experts."""
+    layers_per_stage: Annotated[tuple[int, ...], BeforeValidator(_to_tuple)] | None = None
+    """Decoder layers of each pipeline stage; absent: the most even split that IndexShare allows."""
+
+
 class OptimizerSection(_Section):
     """`[optimizer]`: AdamW and its learning-rate schedule."""
 
@@ -209,6 +229,7 @@ class RunConfig(_Section):
     model: ModelSection
     data: DataSection
     lora: LoraSection | None = None
+    layout: LayoutSection = LayoutSection()
     optimizer: OptimizerSection
     train: TrainSection
     output: OutputSection

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from glm5.model.forward import packed_seq_params
+from glm5.train.batches import context_share
 from glm5.train.packing import PackedRow
 
 # loss summed over trained tokens, number of trained tokens, what the step reports
@@ -22,15 +23,20 @@ def forward_step(
     """Megatron's forward_step_func: losses [1, t] of the next micro-batch, and their sum."""
     device = next(model.parameters()).device
     row = next(data_iterator)
-    losses = model(
-        input_ids=_to(row.input_ids, device)[None],
-        position_ids=torch.arange(row.num_tokens, device=device)[None],
-        attention_mask=None,
-        labels=_to(row.labels, device)[None],
-        packed_seq_params=packed_seq_params(_to(row.cu_seqlens, device)),
-        loss_mask=_to(row.loss_mask, device)[None],
+    input_ids, labels, loss_mask = (
+        context_share(tensor).to(device, non_blocking=True)
+        for tensor in (row.input_ids, row.labels, row.loss_mask)
     )
-    return losses, partial(reduce_loss, _to(row.loss_mask, device))
+    losses = model(
+        input_ids=input_ids[None],
+        position_ids=torch.arange(input_ids.numel(), device=device)[None],
+        attention_mask=None,
+        labels=labels[None],
+        # the documents of the whole row: keys come from all context-parallel ranks
+        packed_seq_params=packed_seq_params(row.cu_seqlens.to(device, non_blocking=True)),
+        loss_mask=loss_mask[None],
+    )
+    return losses, partial(reduce_loss, loss_mask)
 
 
 def reduce_loss(loss_mask: Tensor, losses: Tensor) -> LossResult:
@@ -42,7 +48,3 @@ def reduce_loss(loss_mask: Tensor, losses: Tensor) -> LossResult:
     num_tokens = loss_mask.sum().to(torch.int)
     report: dict[str, Any] = {"loss_sum": loss_sum.detach(), "num_tokens": num_tokens}
     return loss_sum, num_tokens, report
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=True)

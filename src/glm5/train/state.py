@@ -25,6 +25,7 @@ from glm5.checkpoint.ckpt_dir import (
 from glm5.checkpoint.hf_files import copy_small_files
 from glm5.checkpoint.megatron_io import load_sharded, save_sharded
 from glm5.checkpoint.trained import load_trained, sharded_trained
+from glm5.train.optimizer_state import load_optimizer, sharded_optimizer
 
 
 class TrainState:
@@ -63,14 +64,16 @@ class TrainState:
         """
         loaded = load_sharded(checkpoint / MCORE_FOLDER, self._sharded(is_loading=True))
         load_trained(self.model.module, loaded["model"])
-        self.optimizer.load_state_dict(loaded["optimizer"])
+        load_optimizer(self.optimizer, loaded["optimizer"], loaded["step"])
         self.scheduler.load_state_dict(loaded["scheduler"])
 
     def _sharded(self, *, is_loading: bool) -> dict[str, Any]:
         trained = sharded_trained(self.model.module)
+        optimizer, step = sharded_optimizer(self.optimizer, trained, is_loading=is_loading)
         return {
             "model": trained,
-            "optimizer": self.optimizer.sharded_state_dict(trained, is_loading=is_loading),
+            "optimizer": optimizer,
+            "step": step,
             "scheduler": self.scheduler.state_dict(),
         }
 

@@ -1,0 +1,79 @@
+"""What cannot be split is refused before a parameter is made, with a name and a way out."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from glm5.checkpoint.tiny import tiny_config
+from glm5.config import Glm5Config
+from glm5.errors import LayoutError
+from glm5.model.transformer_config import Glm5TransformerConfig, glm5_transformer_config
+from glm5.runtime.distributed import Layout
+
+
+def configure(
+    layout: Layout, changed: dict[str, Any] | None = None, **options: Any
+) -> Glm5TransformerConfig:
+    return glm5_transformer_config(
+        Glm5Config.from_hf_dict(tiny_config("5.2") | (changed or {})),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        backend="torch",
+        layout=layout,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "changed", "named"),
+    [
+        (Layout(tp=3), {}, "num_attention_heads.*4 over 3"),
+        (Layout(tp=8), {}, "num_attention_heads.*4 over 8"),
+        (Layout(tp=2), {"vocab_size": 321}, "vocab_size.*321 over 2"),
+        (Layout(tp=4), {"intermediate_size": 162}, "intermediate_size.*162 over 4"),
+        (
+            Layout(tp=4),
+            {"moe_intermediate_size": 34},
+            "moe_intermediate_size x n_shared.*34 over 4",
+        ),
+        (Layout(ep=3), {}, "n_routed_experts.*8 over 3"),
+        (Layout(ep=16), {}, "n_routed_experts.*8 over 16"),
+    ],
+)
+def test_what_does_not_divide_is_named(layout: Layout, changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(LayoutError, match=f"(?s){named}.*another tp or ep"):
+        configure(layout, changed)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(tp=4), Layout(ep=8), Layout(tp=2, pp=4, cp=2, ep=2)]
+)
+def test_what_divides_is_taken_over(layout: Layout) -> None:
+    config = configure(layout)
+    assert config.tensor_model_parallel_size == layout.tp
+    assert config.sequence_parallel == (layout.tp > 1)
+    assert config.pipeline_model_parallel_size == layout.pp
+    assert config.context_parallel_size == layout.cp
+    assert config.expert_model_parallel_size == layout.ep
+
+
+def test_the_indexer_trains_on_whole_heads_only() -> None:
+    with pytest.raises(LayoutError, match=r"(?s)all heads.*0\.5 with tp 2.*freeze the indexer"):
+        configure(Layout(tp=2), indexer_loss_coeff=0.5)
+    configure(Layout(pp=2, cp=2, ep=2), indexer_loss_coeff=0.5)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2)])
+def test_the_mtp_layer_is_not_split(layout: Layout) -> None:
+    with pytest.raises(LayoutError, match="MTP layer"):
+        configure(layout, include_mtp=True)
+    configure(Layout(pp=2, ep=2), include_mtp=True)
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers"), [(1, [3, 4]), (2, [3, 3]), (2, [7]), (2, [7, 0]), (2, [2, 2, 3])]
+)
+def test_layers_per_stage_must_fit_the_stages(stages: int, layers: list[int]) -> None:
+    with pytest.raises(LayoutError, match=f"(?s)layers per stage.*{stages} positive numbers"):
+        configure(Layout(pp=stages), layers_per_stage=layers)

@@ -1,0 +1,78 @@
+"""One process's results, and those of layouts, each computed once."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glm5.runtime.distributed import Layout
+from tests.parallel.jobs import Job, observe, resumed_steps, train_and_resume
+from tests.parallel.processes import run_ranks
+from tests.tiny_models import TinyFolder, tiny_folder
+
+__all__ = ["tiny_folder"]
+
+# name -> (processes, layout, recipes)
+LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
+    "dp2": (2, Layout(), ("adapters", "indexer")),
+    "ep2": (2, Layout(ep=2), ("adapters", "indexer")),
+    "tp2": (2, Layout(tp=2), ("adapters", "weights")),
+    "cp2": (2, Layout(cp=2), ("adapters", "indexer")),
+    "pp2": (2, Layout(pp=2), ("adapters", "indexer")),
+    "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters",)),
+    "tp2pp2ep2": (4, Layout(tp=2, pp=2, ep=2), ("adapters",)),
+    "tp2cp2ep4": (4, Layout(tp=2, cp=2, ep=4), ("adapters",)),
+}
+CASES = [(name, recipe) for name, (_, _, recipes) in LAYOUTS.items() for recipe in recipes]
+
+One = Callable[[str], dict[str, Any]]
+Ranks = Callable[[str, str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def job(tiny_folder: TinyFolder, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
+    """job(name, recipe) -> that recipe on the tiny 5.2, writing to a folder of its own."""
+    folder = tmp_path_factory.mktemp("layouts")
+
+    def make(name: str, recipe: str) -> Job:
+        layout = LAYOUTS[name][1] if name in LAYOUTS else Layout()
+        return Job(tiny_folder("5.2"), folder / name / recipe, layout, recipe)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def one(job: Callable[..., Job]) -> One:
+    """one(recipe) -> what one process finds; "later" is its step 4, after a restart."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def get(recipe: str) -> dict[str, Any]:
+        if recipe not in known:
+            alone = job("one", recipe)
+            found = observe(alone)
+            later = resumed_steps(replace(alone, resume_from=alone.out_dir))
+            known[recipe] = found | {"later": later, "out_dir": alone.out_dir}
+        return known[recipe]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def ranks(job: Callable[..., Job], one: One) -> Ranks:
+    """ranks(name, recipe) -> what each rank of the layout found."""
+    known: dict[str, list[Any]] = {}
+
+    def get(name: str, recipe: str) -> list[dict[str, Any]]:
+        count, _, recipes = LAYOUTS[name]
+        if name not in known:
+            jobs = [replace(job(name, r), resume_from=one(r)["out_dir"]) for r in recipes]
+            known[name] = run_ranks(results_of(jobs[0]), count, train_and_resume, jobs)
+        return [found[recipes.index(recipe)] for found in known[name]]
+
+    return get
+
+
+def results_of(job: Job) -> Path:
+    return job.out_dir.parent / "results"

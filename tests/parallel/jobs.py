@@ -1,0 +1,238 @@
+"""What each process of a layout does: train three steps, save, go on from another's checkpoint."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor, nn
+
+from glm5.checkpoint.ckpt_dir import step_folder
+from glm5.checkpoint.hf_folder import hf_folder
+from glm5.errors import LayoutError
+from glm5.lora.attach import adapted_modules, base_name
+from glm5.model.names import GlobalNames
+from glm5.runtime.distributed import Layout, default_device, ensure_distributed
+from glm5.train.chat import TokenizedChat
+from glm5.train.loop import TrainLoop
+from glm5.train.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
+from glm5.train.packing import PackedDataset
+from glm5.train.run import build_trainable, checkpoint_record
+from glm5.train.run_config import RunConfig
+from glm5.train.state import TrainState
+
+# Odd, so that rows are padded where ranks share tokens; long documents cross a shard's border.
+SEQ_LENGTH = 29
+LENGTHS = (20, 9, 27, 2, 29, 11, 18, 13, 15, 24, 5, 29, 3, 25)
+LAST_STEP, LATER_STEP = 3, 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """One recipe in one layout."""
+
+    hf_dir: Path
+    out_dir: Path
+    layout: Layout
+    recipe: str
+    """adapters: LoRA on every linear; weights: full training with a frozen indexer; indexer: full
+    training with the indexer's loss; bf16: adapters in bf16."""
+    resume_from: Path | None = None
+    """Run folder of another layout, whose last checkpoint is gone on from."""
+    recompute: str = "none"
+
+    def run_config(self) -> RunConfig:
+        lora = {"rank": 3, "alpha": 6.0} if self.recipe in ("adapters", "bf16") else None
+        tables: dict[str, Any] = {
+            "model": {
+                "path": str(self.hf_dir),
+                "dtype": "bfloat16" if self.recipe == "bf16" else "float32",
+                "recompute": self.recompute,
+            },
+            "data": {"train": str(self.hf_dir / "data/train.jsonl"), "seq_length": SEQ_LENGTH},
+            # With a small eps Adam turns the sign of a gradient that is zero but for rounding into
+            # a whole step.
+            "optimizer": {"lr": 1e-2, "eps": 1e-3, "schedule": "constant", "weight_decay": 0.1},
+            "train": {"steps": LATER_STEP, "global_batch_size": 4},
+            "output": {"dir": str(self.out_dir)},
+        }
+        if lora is not None:
+            tables["lora"] = lora
+        else:
+            tables["train"]["indexer_loss_coeff"] = 0.5 if self.recipe == "indexer" else 0.0
+        return RunConfig.from_dict(tables, source="the test")
+
+
+def dataset(lengths: tuple[int, ...] = LENGTHS, seq_length: int = SEQ_LENGTH) -> PackedDataset:
+    """Documents of random bytes of these lengths; their first token has no loss."""
+    draw = np.random.default_rng(0)
+    chats = [
+        TokenizedChat(
+            draw.integers(0, 256, length).astype(np.int32), np.arange(length) > 0, f"made:{length}"
+        )
+        for length in lengths
+    ]
+    return PackedDataset(chats, seq_length)
+
+
+def train_and_resume(jobs: list[Job]) -> list[dict[str, Any]]:
+    """`observe` for each job, in one process group."""
+    return [observe(job) for job in jobs]
+
+
+def observe(job: Job) -> dict[str, Any]:
+    """Losses, gradients of the first step, weights after three, and losses of a resumed run."""
+    loop = start(job)
+    gradients = record_gradients(loop)
+    steps = [numbers(loop._step(step)) for step in range(1, LAST_STEP + 1)]
+    found = {
+        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "steps": steps,
+        # one row for which a second data-parallel rank has none
+        "eval_loss": loop.evaluate(dataset(LENGTHS[:3])).mean,
+        "gradients": gradients[0],
+        "weights": weights(loop.state.model.module),
+    }
+    save(job, loop)
+    if job.resume_from is not None:
+        found["resumed"] = resumed_steps(job)
+    return found
+
+
+def resumed_steps(job: Job) -> list[dict[str, float]]:
+    """Step 4 from the checkpoint of step 3 in `resume_from`."""
+    assert job.resume_from is not None
+    loop = start(job)
+    loop.state.load(step_folder(job.resume_from, LAST_STEP))
+    return [numbers(loop._step(step)) for step in range(LAST_STEP + 1, LATER_STEP + 1)]
+
+
+def start(job: Job, data: PackedDataset | None = None) -> TrainLoop:
+    """The job's loop before its first step; B of every adapter is not zero."""
+    ensure_distributed(default_device(), job.layout)
+    run = job.run_config()
+    module = build_trainable(run, hf_folder(run.model.path))
+    randomise_adapters(module)
+    model = wrap_data_parallel(module)
+    optimizer = build_optimizer(model, run.optimizer)
+    scheduler = build_scheduler(optimizer, run.optimizer, run.train.steps)
+    state = TrainState(model, optimizer, scheduler)
+    return TrainLoop(state, data or dataset(), None, run.train, shuffle=False)
+
+
+def save(job: Job, loop: TrainLoop) -> None:
+    run = job.run_config()
+    record = checkpoint_record(run, loop.state.model.module, LAST_STEP)
+    loop.state.save(job.out_dir, record, job.hf_dir, keep=2)
+
+
+def numbers(values: dict[str, float]) -> dict[str, float]:
+    return {name: float(values[name]) for name in ("loss", "grad_norm", "lr", "trained_tokens")}
+
+
+def record_gradients(loop: TrainLoop) -> list[dict[str, Tensor]]:
+    """Fills with the finished gradients of each step, before they are clipped."""
+    taken: list[dict[str, Tensor]] = []
+    step = loop.state.optimizer.step
+
+    def recording_step() -> Any:
+        taken.append(gradients_of(loop.state.model.module))
+        return step()
+
+    loop.state.optimizer.step = recording_step
+    return taken
+
+
+def gradients_of(model: GPTModel) -> dict[str, Tensor]:
+    """Copies of Megatron's gradient buffers by global name."""
+    return {name: p.main_grad.clone() for name, p in trained(model)}
+
+
+def gradients_when_recomputed(jobs: list[Job]) -> list[dict[str, Any]]:
+    """The gradients of one step of four micro-batches, for each job."""
+    found = []
+    for job in jobs:
+        loop = start(job)
+        gradients = record_gradients(loop)
+        loop._step(1)
+        found.append({"gradients": gradients[0], "calls": count_attention_calls(loop)})
+    return found
+
+
+def count_attention_calls(loop: TrainLoop) -> int:
+    """How often this stage's first attention core runs in one more step."""
+    attention = loop.state.model.module.decoder.layers[0].self_attention
+    calls, core = [], attention._core
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return core(*args)
+
+    attention._core = counted
+    loop._step(2)
+    return len(calls)
+
+
+def one_short_row(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """A step on rows of documents of these lengths, and what the first indexer selected."""
+    data = dataset(lengths, sum(lengths))
+    loop = start(job, data)
+    gradients, selected = record_gradients(loop), []
+    layer = loop.state.model.module.decoder.layers[0]
+    layer.self_attention.indexer.register_forward_hook(
+        lambda module, args, out: selected.append(out[0].clone())
+    )
+    step = numbers(loop._step(1))
+    return {
+        "tp_rank": 0,
+        "cp_rank": parallel_state.get_context_parallel_rank(),
+        "gradients": gradients[0],
+        "selected": selected[0],
+        "steps": [step],
+    }
+
+
+def refusals(layouts: list[Layout]) -> list[str]:
+    """What starting each of these layouts in this process says."""
+    messages = []
+    for layout in layouts:
+        try:
+            ensure_distributed(default_device(), layout)
+        except LayoutError as error:
+            messages.append(str(error))
+    return messages
+
+
+def weights(model: GPTModel) -> dict[str, Tensor]:
+    """Copies of what trains by global name."""
+    return {name: p.detach().float().clone() for name, p in trained(model)}
+
+
+def trained(model: GPTModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """What trains, by global name."""
+    global_name = GlobalNames(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield global_name(base_name(name)), parameter
+
+
+def randomise_adapters(model: GPTModel, factor: Callable[[str], float] = lambda path: 1.0) -> None:
+    """B != 0 from the module's global name: while B is zero, A has no gradient."""
+    global_name = GlobalNames(model)
+    for path, module in adapted_modules(model):
+        parts, part = 1, 0
+        if module.split == "column":
+            parts = parallel_state.get_tensor_model_parallel_world_size()
+            part = parallel_state.get_tensor_model_parallel_rank()
+        for hf_linear in module.pairs:
+            b = module.pair(hf_linear).b
+            name = f"{global_name(f'{path}.')}{hf_linear}"
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+            generator = torch.Generator().manual_seed(seed)
+            whole = 0.1 * torch.randn(b.shape[0] * parts, b.shape[1], generator=generator)
+            b.data.copy_(factor(name) * whole.chunk(parts)[part])
