@@ -28,10 +28,10 @@ def _gather_keys(kv, indices, length, k_v, k_tail, is_full, is_free):
     """Producer: fill the two buffers in turn."""
     for tile in range(0, gl.cdiv(length, 64)):
         buffer = tile & 1
-        rows = key_rows(kv, indices, tile * 64, length, 4)
+        rows, is_key = key_rows(kv, indices, tile * 64, length, 4)
         # The first round finds both buffers free.
         mbarrier.wait(is_free.index(buffer), ((tile >> 1) & 1) ^ 1)
-        copy_rows(rows, k_v.index(buffer), k_tail.index(buffer), 4)
+        copy_rows(rows, is_key, k_v.index(buffer), k_tail.index(buffer), 4)
         async_copy.mbarrier_arrive(is_full.index(buffer), increment_count=False)
 
 
