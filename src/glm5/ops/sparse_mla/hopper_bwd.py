@@ -19,23 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from glm5.ops.sparse_mla.hopper_gather import copy_rows, key_rows
+from glm5.ops.sparse_mla.hopper_gather import copy_heads, copy_rows, key_rows
 from glm5.ops.sparse_mla.hopper_grad_keys import LINE_ROWS, add_grad_keys, put_in_order
+from glm5.ops.sparse_mla.hopper_store import store_heads
 
 _HEADS = 64
-
-
-@gluon.jit
-def _copy_heads(source, num_heads, target, num_columns: gl.constexpr, row_length: gl.constexpr):
-    """Begin to copy num_columns of each head's row to target, zeros for heads that do not exist."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    heads = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, num_columns, layout=gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(
-        target,
-        source + heads[:, None] * row_length + columns[None, :],
-        mask=(heads < num_heads)[:, None],
-    )
 
 
 @gluon.jit
@@ -59,31 +47,18 @@ def _views(smem, tile):
 
 
 @gluon.jit
-def _store_heads(acc, stage, target, num_heads, width: gl.constexpr):
-    """Write acc [64, width] as rows of grad_q, through shared memory so that lines are whole."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    heads = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
-    stage.store(acc.to(gl.bfloat16))
-    gl.thread_barrier()
-    gl.store(
-        target + heads[:, None] * 576 + columns[None, :],
-        stage.load(layout),
-        mask=(heads < num_heads)[:, None],
-    )
-
-
-@gluon.jit
 def _gather(q, grad_out, kv, indices, grad_q, length, num_heads, smem, bars):
-    """Copy the token's rows once, then one tile of keys after the other; grad_q[:, 512:] = d_s k."""
-    q_v, q_tail, k_v, k_tail, d_out, p, d_s = _views(smem, 0)
-    k_full, k_free, p_full, p_free = bars
+    """Copy the token's rows once, then the tiles of keys; the rest of grad_q = d_s k."""
+    q_v, q_tail, k_v, k_tail, d_out, _p, d_s = _views(smem, 0)
+    k_full, k_free, p_full, _p_free = bars
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    _copy_heads(q, num_heads, q_v, 512, 576)
-    _copy_heads(q + 512, num_heads, q_tail, 64, 576)
-    _copy_heads(grad_out, num_heads, d_out, 512, 512)
+    copy_heads(q, num_heads, q_v, 512, 576)
+    copy_heads(q + 512, num_heads, q_tail, 64, 576)
+    copy_heads(grad_out, num_heads, d_out, 512, 512)
     rows, is_key = key_rows(kv, indices, 0, length, 4)
-    dq = gl.zeros([64, 64], gl.float32, square)
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    dq = gl.zeros([64, 128], gl.float32, dq_layout)
+    dq_tail = gl.zeros([64, 64], gl.float32, square)
     for tile in range(0, gl.cdiv(length, 64)):
         copy_rows(rows, is_key, k_v, k_tail, 4)
         # Fires when all copies so far have landed: the first time, the token's rows too.
@@ -92,11 +67,13 @@ def _gather(q, grad_out, kv, indices, grad_q, length, num_heads, smem, bars):
         mbarrier.wait(k_full, tile & 1)
         mbarrier.wait(p_full, tile & 1)
         fence_async_shared()
-        dq = warpgroup_mma(d_s, k_tail, dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=[dq])
+        dq = warpgroup_mma(d_s, k_v.slice(0, 128, 1), dq, is_async=True)
+        dq_tail = warpgroup_mma(d_s, k_tail, dq_tail, is_async=True)
+        dq, dq_tail = warpgroup_mma_wait(0, deps=[dq, dq_tail])
         gl.thread_barrier()
         mbarrier.wait(k_free, tile & 1)
-    _store_heads(dq, k_tail, grad_q + 512, num_heads, 64)
+    store_heads(dq, k_v.slice(0, 128, 1), grad_q, num_heads, 128, 576)
+    store_heads(dq_tail, k_tail, grad_q + 512, num_heads, 64, 576)
 
 
 @gluon.jit
@@ -118,17 +95,17 @@ def _row_terms(out, grad_out, num_heads, layout: gl.constexpr):
 def _probabilities(
     grad_out, out, lse, indices, grad_q, softmax_scale, length, num_heads, smem, bars
 ):
-    """p = exp(q k - lse), d_s = p (grad_out v - row_term), and grad_q[:, :256] = d_s k."""
+    """p = exp(q k - lse), d_s = p (grad_out v - row_term), and grad_q[:, 128:256] = d_s k."""
     log2_e: gl.constexpr = 1.4426950408889634
     k_full, k_free, p_full, p_free = bars
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     s_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     heads = gl.arange(0, 64, layout=s_row)
     # +inf makes every probability of a head that does not exist 0.
     lse_log2 = gl.load(lse + heads, mask=heads < num_heads, other=float("inf")) * log2_e
     row_terms = _row_terms(out, grad_out, num_heads, s_row)
-    dq = gl.zeros([64, 256], gl.float32, dq_layout)
+    dq = gl.zeros([64, 128], gl.float32, dq_layout)
     for tile in range(0, gl.cdiv(length, 64)):
         q_v, q_tail, k_v, k_tail, d_out, p, d_s = _views(smem, tile)
         mbarrier.wait(k_full, tile & 1)
@@ -149,11 +126,11 @@ def _probabilities(
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(p_full, count=1)
-        dq = warpgroup_mma(d_s, k_v.slice(0, 256, 1), dq, is_async=True)
+        dq = warpgroup_mma(d_s, k_v.slice(128, 128, 1), dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
         gl.thread_barrier()
         mbarrier.arrive(k_free, count=1)
-    _store_heads(dq, smem[2].index(0).slice(0, 256, 1), grad_q, num_heads, 256)
+    store_heads(dq, smem[2].index(0).slice(128, 128, 1), grad_q + 128, num_heads, 128, 576)
 
 
 @gluon.jit
@@ -162,14 +139,17 @@ def _grad_keys(indices, grad_q, grad_kv, num_keys, length, num_heads, smem, bars
     k_full, k_free, p_full, p_free = bars
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
     rows = gl.arange(0, 64, layout=LINE_ROWS)
     dq = gl.zeros([64, 256], gl.float32, dq_layout)
     for tile in range(0, gl.cdiv(length, 64)):
-        q_v, q_tail, k_v, k_tail, d_out, p, d_s = _views(smem, tile)
+        q_v, q_tail, k_v, _k_tail, d_out, p, d_s = _views(smem, tile)
         places = tile * 64 + rows
         keys = gl.load(indices + places, mask=places < length, other=-1)
         keys = gl.where(keys >= 0, keys, num_keys)
         grad_rows = grad_kv + keys.to(gl.int64) * 576
+        d_out_chunks = d_out._reinterpret(gl.bfloat16, [8, 64, 64], tile_layout)
+        q_chunks = q_v._reinterpret(gl.bfloat16, [8, 64, 64], tile_layout)
         mbarrier.wait(k_full, tile & 1)
         mbarrier.wait(p_full, tile & 1)
         fence_async_shared()
@@ -177,20 +157,21 @@ def _grad_keys(indices, grad_q, grad_kv, num_keys, length, num_heads, smem, bars
         dq = warpgroup_mma_wait(0, deps=[dq])
         gl.thread_barrier()
         mbarrier.arrive(k_free, count=1)
-        for start in gl.static_range(0, 512, 64):
+        # Not unrolled: the compiler would compute all matrix descriptors first, and spill them.
+        for chunk in range(8):
             acc = gl.zeros([64, 64], gl.float32, square)
-            d_out_chunk, q_chunk = d_out.slice(start, 64, 1), q_v.slice(start, 64, 1)
+            d_out_chunk, q_chunk = d_out_chunks.index(chunk), q_chunks.index(chunk)
             acc = warpgroup_mma(p.permute((1, 0)), d_out_chunk, acc, use_acc=False, is_async=True)
             acc = warpgroup_mma(d_s.permute((1, 0)), q_chunk, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            add_grad_keys(grad_rows, acc, start)
+            add_grad_keys(grad_rows + chunk * 64, acc)
         acc = gl.zeros([64, 64], gl.float32, square)
         acc = warpgroup_mma(d_s.permute((1, 0)), q_tail, acc, use_acc=False, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         gl.thread_barrier()
         mbarrier.arrive(p_free, count=1)
-        add_grad_keys(grad_rows, acc, 512)
-    _store_heads(dq, smem[2].index(0).slice(256, 256, 1), grad_q + 256, num_heads, 256)
+        add_grad_keys(grad_rows + 512, acc)
+    store_heads(dq, smem[2].index(0).slice(256, 256, 1), grad_q + 256, num_heads, 256, 576)
 
 
 @gluon.jit
@@ -216,12 +197,10 @@ def _sparse_mla_bwd_hopper_kernel(
     num_heads -= first_head
     length = gl.load(lengths + token)
     indices = topk_indices + token * topk
-    q, grad_q, grad_out, out = (
-        q + row * 576,
-        grad_q + row * 576,
-        grad_out + row * 512,
-        out + row * 512,
-    )
+    q += row * 576
+    grad_q += row * 576
+    grad_out += row * 512
+    out += row * 512
 
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 512], gl.bfloat16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
@@ -266,7 +245,7 @@ def _sparse_mla_bwd_hopper_kernel(
             (_gather, (q, grad_out, kv, indices, grad_q, length, num_heads, smem, bars)),
         ],
         [4, 4],
-        [224, 64],
+        [208, 128],
     )
 
 

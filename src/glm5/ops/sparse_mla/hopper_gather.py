@@ -31,3 +31,16 @@ def copy_rows(rows, is_key, k_v, k_tail, num_warps: gl.constexpr):
     async_copy.async_copy_global_to_shared(
         k_tail, rows[:, None] + 512 + tail_columns[None, :], mask=mask
     )
+
+
+@gluon.jit
+def copy_heads(source, num_heads, target, num_columns: gl.constexpr, row_length: gl.constexpr):
+    """Begin to copy num_columns of each head's row to target, zeros for heads that do not exist."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    heads = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, num_columns, layout=gl.SliceLayout(0, layout))
+    async_copy.async_copy_global_to_shared(
+        target,
+        source + heads[:, None] * row_length + columns[None, :],
+        mask=(heads < num_heads)[:, None],
+    )

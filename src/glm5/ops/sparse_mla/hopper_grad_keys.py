@@ -19,8 +19,8 @@ LINE_ROWS = gl.constexpr(gl.SliceLayout(1, _LINES))
 
 
 @gluon.jit
-def add_grad_keys(grad_rows, acc, start: gl.constexpr):
-    """Add acc [64, 64], a result of warpgroup_mma, to columns start.. of 64 rows of fp32.
+def add_grad_keys(grad_rows, acc):
+    """Add acc [64, 64], a result of warpgroup_mma, to 64 columns of 64 rows of fp32.
 
     grad_rows [64] pointers, in the layout LINE_ROWS. A warp adds to 4 rows of one 128-byte line:
     smaller pieces reach the L2 slower. To make that cheap, each 16 columns are written in the
@@ -29,7 +29,7 @@ def add_grad_keys(grad_rows, acc, start: gl.constexpr):
     """
     parts = acc.reshape([64, 4, 2, 4, 2]).permute((0, 1, 3, 2, 4))
     acc = gl.convert_layout(parts.reshape([64, 64]), _LINES)
-    columns = start + gl.arange(0, 64, layout=gl.SliceLayout(0, _LINES))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _LINES))
     gl.atomic_add(grad_rows[:, None] + columns[None, :], acc, sem="relaxed")
 
 
