@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from glm5.ops.sparse_mla.hopper_gather import copy_heads, copy_rows, key_rows
+from glm5.ops.sparse_mla.hopper_gather import copy_columns, copy_heads, key_rows
 from glm5.ops.sparse_mla.hopper_grad_keys import LINE_ROWS, add_grad_keys, put_in_order
 from glm5.ops.sparse_mla.hopper_store import store_heads
 
@@ -55,15 +55,16 @@ def _gather(q, grad_out, kv, indices, grad_q, length, num_heads, smem, bars):
     copy_heads(q, num_heads, q_v, 512, 576)
     copy_heads(q + 512, num_heads, q_tail, 64, 576)
     copy_heads(grad_out, num_heads, d_out, 512, 512)
-    rows, is_key = key_rows(kv, indices, 0, length, 4)
+    rows, is_key = key_rows(kv, indices, 0, length)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     dq = gl.zeros([64, 128], gl.float32, dq_layout)
     dq_tail = gl.zeros([64, 64], gl.float32, square)
     for tile in range(0, gl.cdiv(length, 64)):
-        copy_rows(rows, is_key, k_v, k_tail, 4)
+        copy_columns(rows, is_key, k_v, 0, 512)
+        copy_columns(rows, is_key, k_tail, 512, 64)
         # Fires when all copies so far have landed: the first time, the token's rows too.
         async_copy.mbarrier_arrive(k_full, increment_count=False)
-        rows, is_key = key_rows(kv, indices, tile * 64 + 64, length, 4)
+        rows, is_key = key_rows(kv, indices, tile * 64 + 64, length)
         mbarrier.wait(k_full, tile & 1)
         mbarrier.wait(p_full, tile & 1)
         fence_async_shared()

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from glm5.ops.sparse_mla.hopper_gather import copy_heads, copy_rows, key_rows
+from glm5.ops.sparse_mla.hopper_gather import copy_columns, copy_heads, key_rows
 from glm5.ops.sparse_mla.hopper_store import store_heads
 
 _HEADS = 64
@@ -32,7 +32,7 @@ _O_ROW = gl.constexpr(gl.SliceLayout(1, _O_LAYOUT))
 @gluon.jit
 def _gather(q, kv, indices, length, num_heads, smem, bars):
     """Copy the queries once, then the tiles of keys into the two buffers in turn."""
-    q_v, q_tail, k_v, k_tail, _p, _row_max, _row_sum = smem
+    q_v, q_tail, all_k_v, all_k_tail, _p, _row_max, _row_sum = smem
     k_full, k_free, _p_full, _sum_full = bars
     num_tiles = gl.cdiv(length, 128) * 2
     if num_tiles > 0:
@@ -40,12 +40,16 @@ def _gather(q, kv, indices, length, num_heads, smem, bars):
         copy_heads(q + 512, num_heads, q_tail.index(0), 64, 576)
     for tile in range(0, num_tiles):
         buffer = tile & 1
-        rows, is_key = key_rows(kv, indices, tile * 64, length, 4)
-        # The first round finds both buffers free.
-        mbarrier.wait(k_free.index(buffer), ((tile >> 1) & 1) ^ 1)
-        copy_rows(rows, is_key, k_v.index(buffer), k_tail.index(buffer), 4)
-        # Fires when all copies so far have landed: the first time, the queries too.
-        async_copy.mbarrier_arrive(k_full.index(buffer), increment_count=False)
+        k_v, k_tail = all_k_v.index(buffer), all_k_tail.index(buffer)
+        rows, is_key = key_rows(kv, indices, tile * 64, length)
+        for half in gl.static_range(2):
+            # The first round finds the buffers free.
+            mbarrier.wait(k_free.index(2 * buffer + half), ((tile >> 1) & 1) ^ 1)
+            copy_columns(rows, is_key, k_v.slice(half * 256, 256, 1), half * 256, 256)
+            if half == 1:
+                copy_columns(rows, is_key, k_tail, 512, 64)
+            # Fires when all copies so far have landed: the first time, the queries too.
+            async_copy.mbarrier_arrive(k_full.index(2 * buffer + half), increment_count=False)
 
 
 @gluon.jit
@@ -90,18 +94,21 @@ def _attend(out, lse, length, scale_log2, num_heads, smem, bars, group: gl.const
         q_v, q_tail, p = all_q_v.index(zero), all_q_tail.index(zero), all_p.index(zero)
         v_0 = k_v.index(zero).slice(group * 256, 256, 1)
         v_1 = k_v.index(zero + 1).slice(group * 256, 256, 1)
-        mbarrier.wait(k_full.index(group), phase)
-        fence_async_shared()
         s = gl.zeros([64, 64], gl.float32, _S_LAYOUT)
-        k_t = k_v.index(zero + group).permute((1, 0))
-        s = warpgroup_mma(q_v, k_t, s, use_acc=False, is_async=True)
+        k = k_v.index(zero + group)
+        for half in gl.static_range(2):
+            mbarrier.wait(k_full.index(2 * group + half), phase)
+            fence_async_shared()
+            k_t = k.slice(half * 256, 256, 1).permute((1, 0))
+            q_half = q_v.slice(half * 256, 256, 1)
+            s = warpgroup_mma(q_half, k_t, s, use_acc=half > 0, is_async=True)
         s = warpgroup_mma(q_tail, k_tail.index(zero + group).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         s = gl.where((columns < length - pair * 128)[None, :], s * scale_log2, float("-inf"))
         tile_max = gl.max(s, 1)
         if group == 1:
             # The first tile of the pair comes first.
-            mbarrier.wait(k_full.index(0), phase)
+            mbarrier.wait(k_full.index(1), phase)
             mbarrier.wait(p_full.index(0), phase)
             fence_async_shared()
             first_max = p_row_max.load(_S_ROW)
@@ -119,8 +126,8 @@ def _attend(out, lse, length, scale_log2, num_heads, smem, bars, group: gl.const
             acc = _rescaled(acc, row_max, new_max)
             acc = warpgroup_mma(gl.convert_layout(probs, p_layout), v_0, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _release(k_free.index(0))
-            mbarrier.wait(k_full.index(1), phase)
+            _release(k_free.index(group))
+            mbarrier.wait(k_full.index(2), phase)
             mbarrier.wait(p_full.index(1), phase)
             fence_async_shared()
             row_max = p_row_max.load(_S_ROW)
@@ -129,13 +136,13 @@ def _attend(out, lse, length, scale_log2, num_heads, smem, bars, group: gl.const
         else:
             # p is read until then.
             acc = warpgroup_mma_wait(0, deps=[acc])
-            _release(k_free.index(0))
+            _release(k_free.index(group))
             _publish(probs, new_max, p, p_row_max, p_full.index(1))
             acc = _rescaled(acc, row_max, new_max)
             row_max = new_max
             acc = warpgroup_mma(gl.convert_layout(probs, p_layout), v_1, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        _release(k_free.index(1))
+        _release(k_free.index(2 + group))
 
     shift = gl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum *= gl.exp2(sum_max - shift)
@@ -187,7 +194,7 @@ def _sparse_mla_fwd_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [2, 64], flat),  # sums
     )
     # k_full, k_free, p_full, sum_full
-    bars = (_barriers(2, 128), _barriers(2, 2), _barriers(2, 1), _barriers(2, 1))
+    bars = (_barriers(4, 128), _barriers(4, 1), _barriers(2, 1), _barriers(2, 1))
     fence_async_shared()
     gl.thread_barrier()
     out += row * 512
