@@ -20,8 +20,8 @@ def sparse_mla(
     """Absorbed MLA over selected keys: softmax(softmax_scale q . kv[s]) kv[s, :d_v], s selected.
 
     (arXiv 2512.02556, eq. 2.) q [t_q, h, d_qk], kv [t_k, d_qk] one latent head shared by the
-    heads, both bf16, fp16 or fp32; topk_indices [t_q, topk] int32, each key once, -1 = none;
-    a tail of -1 costs nothing -> out [t_q, h, d_v] in q's dtype, lse [t_q, h] fp32, the natural
+    heads, both bf16, fp16 or fp32; topk_indices [t_q, topk] int32, each key once, -1 only at the
+    tail, which costs nothing -> out [t_q, h, d_v] in q's dtype, lse [t_q, h] fp32, the natural
     log of the sum of exp(logits). A row of all -1 gives out = 0, lse = -inf and zero gradients.
     Differentiable in q and kv, not through lse. Products take the inputs' dtype and are summed in
     fp32; the gradient of kv is summed by atomics, so its last bits change from run to run.

@@ -1,9 +1,9 @@
 """Backward of sparse_mla for Hopper in Gluon: bf16, d_qk 576, d_v 512, one token per program.
 
 Shared memory holds the queries, the gradients of their outputs and one tile of 64 keys. Four
-warps gather keys; four compute the probabilities and the left part of the queries' gradient; four
-compute the right part and the gradients of the keys, which they add to memory while the first
-eight are already at the next tile.
+warps gather keys, four compute the probabilities, and four the gradients of the keys, which they
+add to memory while the others are already at the next tile. The accumulators of the queries'
+gradient are spread over all twelve, because none has registers for more than its part.
 """
 
 import torch
