@@ -62,4 +62,4 @@ class _SparseMlaFunction(torch.autograd.Function):
         grad_q, grad_kv = ctx.kernels.backward(
             grad_out.contiguous(), q, kv, topk_indices, lengths, out, lse, ctx.softmax_scale
         )
-        return grad_q, grad_kv.to(kv.dtype), None, None, None
+        return grad_q, grad_kv, None, None, None

@@ -33,7 +33,7 @@ class Kernels(Protocol):
         lse: Tensor,
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """-> grad_q, grad_kv fp32."""
+        """-> grad_q, grad_kv."""
 
 
 class PortableKernels:

@@ -98,7 +98,7 @@ def sparse_mla_bwd(
 
     grad_out, out [t_q, h, d_v], q [t_q, h, d_qk], kv [t_k, d_qk] one float dtype,
     topk_indices [t_q, topk] int32, lengths [t_q] int32, lse [t_q, h] fp32, all contiguous
-    -> grad_q [t_q, h, d_qk] in q's dtype, grad_kv [t_k, d_qk] fp32.
+    -> grad_q [t_q, h, d_qk], grad_kv [t_k, d_qk], in the inputs' dtype.
     The order of the additions into grad_kv, hence its last bits, change from run to run.
     """
     t_q, h, d_qk = q.shape
@@ -106,7 +106,7 @@ def sparse_mla_bwd(
     grad_q = torch.empty_like(q)
     grad_kv = torch.zeros_like(kv, dtype=torch.float32)
     if q.numel() == 0:
-        return grad_q, grad_kv
+        return grad_q, grad_kv.to(kv.dtype)
     tiles = PortableTiles.backward(q, d_v)
     _sparse_mla_bwd_kernel[(t_q, triton.cdiv(h, tiles.heads))](
         grad_out,
@@ -125,4 +125,4 @@ def sparse_mla_bwd(
         d_v=d_v,
         **tiles.launch_options(),
     )
-    return grad_q, grad_kv
+    return grad_q, grad_kv.to(kv.dtype)

@@ -23,26 +23,25 @@ class PortableTiles(NamedTuple):
     @classmethod
     def forward(cls, q: Tensor, d_v: int) -> Self:
         """What fits into shared memory, and was fastest on an H200, for q [t_q, h, d_qk]."""
-        return cls._choose(q, d_v, most_heads=64, most_keys=64)
+        heads = min(64, _padded(q.shape[1]))
+        return cls._choose(q, d_v, heads, keys=64)
 
     @classmethod
     def backward(cls, q: Tensor, d_v: int) -> Self:
         """Smaller than forward: the gradients of a tile are held too."""
-        return cls._choose(q, d_v, most_heads=32, most_keys=32)
+        heads = min(32, _padded(q.shape[1]))
+        return cls._choose(q, d_v, heads, keys=heads)
 
     @classmethod
-    def _choose(cls, q: Tensor, d_v: int, most_heads: int, most_keys: int) -> Self:
-        heads = min(most_heads, _padded(q.shape[1]))
-        is_narrow = heads <= _SMALLEST_DOT
-        keys = min(most_keys, heads) if most_keys == 32 else most_keys
-        wide = q.dtype == torch.float32
+    def _choose(cls, q: Tensor, d_v: int, heads: int, keys: int) -> Self:
+        is_fp32 = q.dtype == torch.float32
         return cls(
-            heads=_SMALLEST_DOT if wide else heads,
-            keys=_SMALLEST_DOT if wide else keys,
+            heads=_SMALLEST_DOT if is_fp32 else heads,
+            keys=_SMALLEST_DOT if is_fp32 else keys,
             width_v=_padded(d_v),
             width_tail=_padded(q.shape[2] - d_v),
-            num_warps=4 if is_narrow else 8,
-            num_stages=1 if wide else 2,
+            num_warps=4 if heads == _SMALLEST_DOT else 8,
+            num_stages=1 if is_fp32 else 2,
             # CPU tensors only reach Triton's interpreter, whose bf16 products are wrong.
             upcast=not q.is_cuda,
         )
