@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from glm5.errors import BackendError
 from glm5.ops.key_sets import KeySelection, rows_per_chunk
 from glm5.ops.precision import accumulation_dtype, no_autocast
 from glm5.ops.sparse_mla.chunk import attend, attend_backward
+from glm5.ops.sparse_mla.inputs import check_inputs
 
 
 def sparse_mla(
@@ -26,7 +26,7 @@ def sparse_mla(
     Memory is bounded by a chunk; one host sync per forward and per backward.
     Raises BackendError for shapes and dtypes that do not fit and for indices beyond kv.
     """
-    _check_inputs(q, kv, topk_indices, d_v)
+    check_inputs(q, kv, topk_indices, d_v)
     return _SparseMlaFunction.apply(q, kv, topk_indices, softmax_scale, d_v)
 
 
@@ -82,22 +82,3 @@ def _num_rows(q: Tensor, kv: Tensor, topk_indices: Tensor) -> int:
     logits_bytes = 2 * h * len(kv) * element_size
     mask_bytes = 3 * len(kv) + 24 * topk_indices.shape[1]
     return rows_per_chunk(logits_bytes + mask_bytes + 6 * h * d_qk * element_size)
-
-
-def _check_inputs(q: Tensor, kv: Tensor, topk_indices: Tensor, d_v: int) -> None:
-    fits = (
-        q.ndim == 3
-        and kv.shape == (len(kv), q.shape[2])
-        and topk_indices.ndim == 2
-        and len(topk_indices) == len(q)
-        and 0 < d_v <= q.shape[2]
-    )
-    if not fits or q.dtype != kv.dtype or topk_indices.dtype != torch.int32:
-        tensors = {"q": q, "kv": kv, "topk_indices": topk_indices}
-        got = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items())
-        raise BackendError(
-            "the inputs of sparse_mla do not fit together",
-            got=f"{got}, d_v {d_v}",
-            expected="q [t_q, h, d_qk] and kv [t_k, d_qk] of one dtype, "
-            "topk_indices [t_q, topk] int32, 0 < d_v <= d_qk",
-        )

@@ -1,0 +1,65 @@
+"""sparse_mla of the backend "triton": autograd around the fused kernels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from glm5.errors import BackendError
+from glm5.ops.sparse_mla.inputs import check_inputs
+from glm5.ops.sparse_mla.kernels import choose_kernels
+from glm5.ops.sparse_mla.row_lengths import row_lengths
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def sparse_mla(
+    q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+) -> tuple[Tensor, Tensor]:
+    """Absorbed MLA over selected keys: softmax(softmax_scale q . kv[s]) kv[s, :d_v], s selected.
+
+    (arXiv 2512.02556, eq. 2.) q [t_q, h, d_qk], kv [t_k, d_qk] one latent head shared by the
+    heads, both bf16, fp16 or fp32; topk_indices [t_q, topk] int32, each key once, -1 only at the
+    tail, which costs nothing -> out [t_q, h, d_v] in q's dtype, lse [t_q, h] fp32, the natural
+    log of the sum of exp(logits). A row of all -1 gives out = 0, lse = -inf and zero gradients.
+    Differentiable in q and kv, not through lse. Products take the inputs' dtype and are summed in
+    fp32; the gradient of kv is summed by atomics, so its last bits change from run to run.
+    No host sync. Indices beyond kv are not checked. Raises BackendError for shapes, dtypes and
+    devices that do not fit.
+    """
+    check_inputs(q, kv, topk_indices, d_v)
+    if q.dtype not in _DTYPES:
+        raise BackendError(
+            "the triton backend does not compute in this dtype",
+            got=q.dtype,
+            expected=_DTYPES,
+            remedy='use the backend "torch"',
+        )
+    return _SparseMlaFunction.apply(q, kv, topk_indices, softmax_scale, d_v)
+
+
+class _SparseMlaFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+    ) -> tuple[Tensor, Tensor]:
+        q, kv, topk_indices = q.contiguous(), kv.contiguous(), topk_indices.contiguous()
+        lengths = row_lengths(topk_indices)
+        kernels = choose_kernels(q, d_v)
+        out, lse = kernels.forward(q, kv, topk_indices, lengths, softmax_scale, d_v)
+        ctx.kernels, ctx.softmax_scale = kernels, softmax_scale
+        ctx.save_for_backward(q, kv, topk_indices, lengths, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_out: Tensor, _grad_lse: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        q, kv, topk_indices, lengths, out, lse = ctx.saved_tensors
+        grad_q, grad_kv = ctx.kernels.backward(
+            grad_out.contiguous(), q, kv, topk_indices, lengths, out, lse, ctx.softmax_scale
+        )
+        return grad_q, grad_kv, None, None, None
