@@ -4,8 +4,8 @@
 
 32 heads of 128 dimensions, topk 2048, one causal sequence, bf16. A length is timed only after its
 selection has passed the checks. Times are device times: CUDA events, medians of interleaved rounds,
-behind a spin kernel that lets the host run ahead. Prints a table last; one JSON line per length goes
-to the file select_topk.jsonl in the folder $OUT, or here.
+behind a spin kernel that lets the host run ahead. Prints a table last; one JSON line per length
+goes to the file select_topk.jsonl in the folder $OUT, or here.
 """
 
 import json
@@ -20,8 +20,7 @@ import triton
 from torch import Tensor
 
 from glm5.ops.indexer.selection import select_from_scores
-from glm5.ops.indexer.triton_scores import index_scores_block
-from glm5.ops.indexer.triton_select import select_topk
+from glm5.ops.indexer.triton_select import chunk_scorer, chunk_shape, select_topk
 
 NUM_HEADS, HEAD_DIM, TOPK = 32, 128, 2048
 _SPIN_CYCLES = 4_000_000
@@ -68,9 +67,11 @@ def check(inputs: Inputs) -> float:
     num_tokens = len(q)
     for first in (0, TOPK - 16, num_tokens // 2, num_tokens - 64):
         rows = slice(first, first + 64)
-        scores = torch.full((64, -(-num_tokens // 128) * 128), torch.nan, device="cuda")
-        index_scores_block(q[rows], k, weights[rows], starts[rows], ends[rows], TOPK, scores)
-        expected = select_from_scores(scores[:, :num_tokens], starts[rows], ends[rows], TOPK)
+        part = (q[rows], k, weights[rows], starts[rows], ends[rows])
+        num_rows, width = chunk_shape(*part[:2])
+        scores = torch.full((num_rows, width), torch.nan, device="cuda")
+        chunk_scorer(*part, TOPK, num_rows)(0, scores)
+        expected = select_from_scores(scores[:64, :num_tokens], *part[3:], TOPK)
         assert torch.equal(selected[rows], expected), "not the selection of its own scores"
     sample = [0, TOPK - 1, TOPK, TOPK + 1, num_tokens // 2 + 1, num_tokens - 1]
     return min(_recall(inputs, selected, row) for row in sample)

@@ -1,5 +1,7 @@
 """Index scores of a block of query rows, written only where a selection has to be made."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -79,15 +81,27 @@ def _index_scores_kernel(
         tl.store(row_ptrs[None, :] + keys[:, None], scores, mask=inside)
 
 
-def index_scores_block(
-    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int, scores: Tensor
-) -> None:
-    """Write the index scores of some query rows into scores, at the column of each key.
+def portable_scorer(
+    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int, num_rows: int
+) -> Callable[[int, Tensor], None]:
+    """A function that writes the index scores of a chunk of num_rows query rows.
 
     q [t_q, h_i, d_i], k [t_k, d_i] bf16, fp16 or fp32, weights [t_q, h_i] fp32, starts, ends [t_q]
-    int32, all contiguous; scores [t_q or more, t_k or more] fp32. A row with at most topk valid
+    int32, all contiguous. The function takes the chunk's number and scores [num_rows or more, t_k
+    or more] fp32, and writes each score at the column of its key. A row with at most topk valid
     keys is not scored, and columns outside the range of a row's block are left as they were.
     """
+
+    def score_chunk(chunk: int, scores: Tensor) -> None:
+        rows = slice(chunk * num_rows, (chunk + 1) * num_rows)
+        _index_scores(q[rows], k, weights[rows], starts[rows], ends[rows], topk, scores)
+
+    return score_chunk
+
+
+def _index_scores(
+    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int, scores: Tensor
+) -> None:
     t_q, num_heads, head_dim = q.shape
     block_h = triton.next_power_of_2(num_heads)
     # An fp32 dot does not fit the tensor cores and lives in registers: keep its tile small.

@@ -1,17 +1,22 @@
 """Fused indexer: scores of a bounded block of query rows, then the exact selection of its keys."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from glm5.errors import BackendError
+from glm5.ops.indexer.gluon_scores import fits_hopper, hopper_scorer
 from glm5.ops.indexer.shapes import check_shapes
-from glm5.ops.indexer.triton_scores import index_scores_block
+from glm5.ops.indexer.triton_scores import portable_scorer
 from glm5.ops.indexer.triton_topk import select_rows
 
 __all__ = ["select_topk"]
 
 # Budget for the scores of one block of query rows, whatever the sequence length.
 _SCORE_BYTES = 256 * 2**20
+_MAX_ROWS = 8192
+_HOPPER_ROWS = 128
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -37,16 +42,34 @@ def select_topk(
     starts, ends = starts.int().contiguous(), ends.int().contiguous()
     if topk_indices.numel() == 0:
         return topk_indices
-    # Rows of whole 512-byte lines keep every load aligned, and the kernels free of recompilation.
-    width = -(-max(1, t_k) // 128) * 128
-    num_rows = max(1, min(t_q, _SCORE_BYTES // (4 * width)))
-    scores = torch.empty(num_rows if t_k > topk else 0, width, device=q.device)
-    for first in range(0, t_q, num_rows):
+    if t_k <= topk:
+        select_rows(weights, t_k, starts, ends, topk_indices)
+        return topk_indices
+    num_rows, width = chunk_shape(q, k)
+    score_chunk = chunk_scorer(q, k, weights, starts, ends, topk, num_rows)
+    scores = torch.empty(num_rows, width, device=q.device)
+    for chunk, first in enumerate(range(0, t_q, num_rows)):
         rows = slice(first, first + num_rows)
-        if t_k > topk:
-            index_scores_block(q[rows], k, weights[rows], starts[rows], ends[rows], topk, scores)
+        score_chunk(chunk, scores)
         select_rows(scores, t_k, starts[rows], ends[rows], topk_indices[rows])
     return topk_indices
+
+
+def chunk_scorer(
+    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int, num_rows: int
+) -> Callable[[int, Tensor], None]:
+    """The fastest scorer of this device and this shape: see portable_scorer."""
+    make_scorer = hopper_scorer if fits_hopper(q) else portable_scorer
+    return make_scorer(q, k, weights, starts, ends, topk, num_rows)
+
+
+def chunk_shape(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Number of query rows that are scored at a time, and the padded length of a score row."""
+    # Rows of whole 512-byte lines keep every load aligned, and the kernels free of recompilation.
+    width = -(-len(k) // 128) * 128
+    row_unit = _HOPPER_ROWS if fits_hopper(q) else 1
+    num_units = min(_MAX_ROWS, _SCORE_BYTES // (4 * width)) // row_unit
+    return row_unit * max(1, min(num_units, -(-len(q) // row_unit))), width
 
 
 def _check_dtypes(q: Tensor, k: Tensor) -> None:
