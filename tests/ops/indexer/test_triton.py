@@ -163,11 +163,11 @@ def _score_rows(num_keys: int) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("capacity", [16, 128, 256])
 @pytest.mark.parametrize("topk", [1, 63, 64, 65, 199])
-def test_hard_rows(topk: int, resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_topk, "_SMALLEST", 16)
-    monkeypatch.setattr(triton_topk, "_RESIDENT_KEYS", 256 if resident else 32)
+def test_hard_rows(topk: int, capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_topk, "_MIN_CAPACITY", 16)
+    monkeypatch.setattr(triton_topk, "_MAX_CAPACITY", capacity)
     scores = _score_rows(200)
     starts = torch.arange(len(scores))
     for num_valid in (topk - 1, topk, topk + 1, 200):

@@ -174,10 +174,8 @@ def _index_scores_hopper_kernel(
     blocks = gl.arange(0, MAX_BLOCKS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     first_tiles = gl.load(first_tile_ptr + blocks + 1, mask=blocks < num_blocks, other=2**31 - 1)
     block = gl.sum((first_tiles <= tile).to(gl.int32), axis=0)
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [4] + q_desc.block_type.shape, q_desc.layout)
-    k_smem = gl.allocate_shared_memory(
-        k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout
-    )
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [4, 128, 128], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 64, 128], k_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

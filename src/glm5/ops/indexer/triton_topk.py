@@ -1,19 +1,25 @@
-"""Exact top-k of score rows: search the k-th score by counting, then list the keys above it.
+"""Exact top-k of score rows: narrow a row to a few candidates, then search those by counting.
 
 Scores are compared as integers in the order of select_from_scores, so ties stay exact and NaN
-ranks highest. The search keeps a bracket of the k-th key and guesses inside it from the counts at
-its ends; every third step bisects, so that a bad guess costs a constant factor and no more.
+ranks highest. A search keeps a bracket of the k-th key and guesses inside it from the counts at its
+ends; every third step bisects, so that bad guesses cost a constant factor and no more. A row that
+is too long for the registers is read once in the common case: the sample's k-th score, lowered by
+a margin, leaves between topk and CAPACITY candidates. Where it does not, the search narrows on.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOWEST: tl.constexpr = tl.constexpr(-(2**31))
-_HIGHEST: tl.constexpr = tl.constexpr(2**31 - 1)
-# The longest row that stays in registers, 32 a thread; longer rows are read again for each count.
-_RESIDENT_KEYS = 32768
-_SMALLEST = 4096
+_LOWEST = tl.constexpr(-(2**31))
+_HIGHEST = tl.constexpr(2**31 - 1)
+_MINUS_INFINITY = tl.constexpr(-(2**31) + 0x7FFFFF)
+_EVERYTHING = tl.constexpr(2**30)
+# Candidates of one row, 16 a thread; a row of at most so many keys needs no narrowing.
+_MIN_CAPACITY, _MAX_CAPACITY = 4096, 16384
+_KEYS_PER_THREAD = 16
+_PROGRAMS_PER_PROCESSOR = 8
 
 
 @triton.jit
@@ -27,160 +33,203 @@ def _order_keys(scores):
 
 @triton.jit
 def _value_of(key):
+    key = tl.minimum(key, _HIGHEST).to(tl.int32)
     return tl.where(key < 0, key ^ _HIGHEST, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _load_keys(row_ptr, offset, start, end, BLOCK: tl.constexpr):
-    """Order keys of the scores at [offset, offset + BLOCK); outside [start, end) the lowest."""
-    columns = offset + tl.arange(0, BLOCK)
-    valid = (columns >= start) & (columns < end)
-    scores = tl.load(row_ptr + columns, mask=valid, other=0.0)
-    return tl.where(valid, _order_keys(scores), _LOWEST)
-
-
-@triton.jit
-def _count(keys, pivot, row_ptr, first, start, end, BLOCK: tl.constexpr, RESIDENT: tl.constexpr):
-    """Number of valid keys that are at least pivot, and pivot is above the lowest."""
-    if RESIDENT:
-        return tl.sum((keys >= pivot).to(tl.int32))
-    total = 0
-    for offset in tl.range(first, end, BLOCK):
-        keys = _load_keys(row_ptr, offset, start, end, BLOCK)
-        total += tl.sum((keys >= pivot).to(tl.int32))
-    return total
-
-
-@triton.jit
-def _add_statistics(keys, low, high, total, squares):
-    valid = keys != _LOWEST
-    values = tl.where(valid, _value_of(keys), 0.0)
-    low = tl.minimum(low, tl.min(tl.where(valid, keys, _HIGHEST)))
-    high = tl.maximum(high, tl.max(keys))
-    return low, high, total + tl.sum(values), squares + tl.sum(values * values)
-
-
-@triton.jit
-def _normal_guess(mean, deviation, fraction):
-    """The score that a fraction of normally distributed scores exceeds (rational approximation)."""
-    tail = tl.minimum(fraction, 1.0 - fraction)
-    t = tl.sqrt(-2.0 * tl.log(tl.maximum(tail, 1e-9)))
+def _normal_guess(keys, num_keys, topk):
+    """The score that topk of num_keys normally distributed scores exceed."""
+    values = tl.where(keys != _LOWEST, _value_of(keys), 0.0)
+    mean = tl.sum(values) / num_keys
+    deviation = tl.sqrt(tl.maximum(tl.sum(values * values) / num_keys - mean * mean, 0.0))
+    fraction = topk / num_keys
+    # Rational approximation of the normal quantile (Abramowitz and Stegun, 26.2.22).
+    t = tl.sqrt(-2.0 * tl.log(tl.maximum(tl.minimum(fraction, 1.0 - fraction), 1e-9)))
     z = t - (2.30753 + 0.27061 * t) / (1.0 + 0.99229 * t + 0.04481 * t * t)
     return mean + deviation * tl.where(fraction > 0.5, -z, z)
 
 
 @triton.jit
-def _kth_key(
-    keys, row_ptr, first, start, end, topk, BLOCK: tl.constexpr, RESIDENT: tl.constexpr
-):  # fmt: skip
-    """Threshold of the selection: keys above it are fewer than topk, keys from it on are not.
+def _next_pivot(low, high, num_low, num_high, low_value, high_value, target, step):
+    """A key inside (low, high), where about target keys are at least as high."""
+    log_low = tl.log(num_low.to(tl.float32))
+    log_high = tl.log(tl.maximum(num_high.to(tl.float32), 0.5))
+    part = (log_low - tl.log(target.to(tl.float32) + 0.5)) / (log_low - log_high)
+    guess = _order_keys(low_value + part * (high_value - low_value)).to(tl.int64)
+    pivot = tl.where(step % 3 == 2, (low + high) >> 1, guess)
+    return tl.minimum(tl.maximum(pivot, low + 1), high - 1)
 
-    Where exactly topk keys are at least the threshold, it may be any such key.
+
+@triton.jit
+def _kth_key(keys, num_keys, topk, NORMAL: tl.constexpr):
+    """Threshold and room: the selection is all keys above and the first room keys equal to it.
+
+    keys [n] int32, of which num_keys > topk are above _LOWEST.
     """
-    low, high = tl.full([], _HIGHEST, tl.int32), tl.full([], _LOWEST, tl.int32)
-    total, squares = 0.0, 0.0
-    if RESIDENT:
-        low, high, total, squares = _add_statistics(keys, low, high, total, squares)
-    else:
-        for offset in tl.range(first, end, BLOCK):
-            keys = _load_keys(row_ptr, offset, start, end, BLOCK)
-            low, high, total, squares = _add_statistics(keys, low, high, total, squares)
-    num_keys = end - start
-    num_low, num_high = num_keys, _count(
-        keys, high, row_ptr, first, start, end, BLOCK, RESIDENT
-    )  # fmt: skip
-    if num_high >= topk:
-        low, num_low = high, num_high
-    mean = total / num_keys
-    deviation = tl.sqrt(tl.maximum(squares / num_keys - mean * mean, 0.0))
-    pivot = _order_keys(_normal_guess(mean, deviation, topk / num_keys))
-    step = 0
-    # Neighbouring keys, or exactly topk keys from low on, end the search.
-    while (num_low != topk) & (low < high - (low < high).to(tl.int32)):
+    low = tl.min(tl.where(keys == _LOWEST, _HIGHEST, keys)).to(tl.int64)
+    high = tl.max(keys).to(tl.int64) + 1
+    num_low, num_high = num_keys, num_keys * 0
+    if NORMAL:
+        pivot = _order_keys(_normal_guess(keys, num_keys, topk)).to(tl.int64)
         pivot = tl.minimum(tl.maximum(pivot, low + 1), high - 1)
-        num_pivot = _count(keys, pivot, row_ptr, first, start, end, BLOCK, RESIDENT)
+    else:
+        pivot = _next_pivot(
+            low, high, num_low, num_high, _value_of(low), _value_of(high - 1), topk, 0
+        )
+    step = 0
+    while (num_low != topk) & (low + 1 < high):
+        num_pivot = tl.sum((keys >= pivot.to(tl.int32)).to(tl.int32))
         if num_pivot >= topk:
             low, num_low = pivot, num_pivot
         else:
             high, num_high = pivot, num_pivot
-        pivot = _next_pivot(low, high, num_low, num_high, topk, step)
+        pivot = _next_pivot(
+            low, high, num_low, num_high, _value_of(low), _value_of(high - 1), topk, step
+        )
         step += 1
-    return low
-
-
-@triton.jit
-def _next_pivot(low, high, num_low, num_high, topk, step):
-    log_low = tl.log(num_low.to(tl.float32))
-    log_high = tl.log(tl.maximum(num_high.to(tl.float32), 0.5))
-    part = (log_low - tl.log(topk.to(tl.float32) + 0.5)) / (log_low - log_high)
-    low_value, high_value = _value_of(low), _value_of(high)
-    guess = _order_keys(low_value + part * (high_value - low_value))
-    # The mean without overflow.
-    middle = (low & high) + ((low ^ high) >> 1)
-    return tl.where(step % 3 == 2, middle, guess)
+    return low.to(tl.int32), tl.where(num_low == topk, _EVERYTHING, topk - num_high)
 
 
 @triton.jit
 def _list_keys(
-    out_ptr, keys, threshold, offset, num_above, num_tied, room, BLOCK: tl.constexpr
+    out_ptr, keys, positions, threshold, num_above, num_tied, room
 ):  # fmt: skip
-    """Store the selected columns of one tile, ascending; returns the counts so far."""
+    """Store the selected positions of one tile, ascending; returns the counts so far."""
     above, tied = (keys > threshold).to(tl.int32), (keys == threshold).to(tl.int32)
-    # Two prefix sums in one: neither exceeds BLOCK <= 2**15.
+    # Two prefix sums in one: neither exceeds the tile's size, at most 2**15.
     packed = tl.cumsum((above << 16) | tied, axis=0)
     above_rank, tied_rank = num_above + (packed >> 16), num_tied + (packed & 0xFFFF)
     chosen = (above == 1) | ((tied == 1) & (tied_rank <= room))
     slots = above_rank + tl.minimum(tied_rank, room) - 1
-    tl.store(out_ptr + slots, offset + tl.arange(0, BLOCK), mask=chosen)
+    tl.store(out_ptr + slots, positions, mask=chosen)
     return num_above + tl.sum(above), num_tied + tl.sum(tied)
 
 
 @triton.jit
-def _select_row(
-    row_ptr, out_ptr, first, start, end, topk, BLOCK: tl.constexpr, RESIDENT: tl.constexpr
+def _load_scores(row_ptr, columns, start, end):
+    valid = (columns >= start) & (columns < end)
+    return tl.load(row_ptr + columns, mask=valid, other=0.0), valid
+
+
+@triton.jit
+def _filter(
+    row_ptr, first, start, end, pivot, scores_out_ptr, positions_out_ptr, CAPACITY: tl.constexpr
 ):  # fmt: skip
-    keys = _load_keys(row_ptr, first, start, end, BLOCK)
-    threshold = _kth_key(keys, row_ptr, first, start, end, topk, BLOCK, RESIDENT)
-    num_above = 0
-    if threshold != _HIGHEST:
-        num_above = _count(keys, threshold + 1, row_ptr, first, start, end, BLOCK, RESIDENT)
-    room = topk - num_above
-    if RESIDENT:
-        _list_keys(out_ptr, keys, threshold, first, 0, 0, room, BLOCK)
+    """Count the keys that are at least pivot, and store the first CAPACITY of them in order."""
+    bound = _value_of(pivot)
+    count = 0
+    for offset in tl.range(first, end, CAPACITY):
+        columns = offset + tl.arange(0, CAPACITY)
+        scores, valid = _load_scores(row_ptr, columns, start, end)
+        # Above infinity a pivot is NaN, and only NaN passes it.
+        passed = valid & ((scores >= bound) | (scores != scores))
+        ranks = count + tl.cumsum(passed.to(tl.int32), axis=0) - 1
+        stored = passed & (ranks < CAPACITY)
+        tl.store(scores_out_ptr + ranks, scores, mask=stored)
+        tl.store(positions_out_ptr + ranks, columns, mask=stored)
+        count += tl.sum(passed.to(tl.int32))
+    # The candidates are read back by other threads of this program.
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _sample(row_ptr, start, num_keys, topk, SIZE: tl.constexpr, CAPACITY: tl.constexpr):
+    """From evenly spaced keys: a key that topk to CAPACITY keys should exceed, and the extremes."""
+    columns = start + tl.arange(0, SIZE) * (num_keys // SIZE)
+    keys = _order_keys(tl.load(row_ptr + columns))
+    expected = topk.to(tl.float32) * SIZE / num_keys
+    middle = (topk + CAPACITY) * (SIZE * 0.5) / num_keys
+    rank = tl.minimum(expected + 3.5 * tl.sqrt(expected) + 1.0, middle).to(tl.int32)
+    rank = tl.minimum(tl.maximum(rank, 1), SIZE - 1)
+    pivot, _ = _kth_key(keys, num_keys * 0 + SIZE, rank, True)
+    return pivot, _value_of(tl.min(keys)), _value_of(tl.max(keys))
+
+
+@triton.jit
+def _select_long_row(
+    row_ptr, out_ptr, start, end, topk, scores_ptr, positions_ptr, CAPACITY: tl.constexpr
+):  # fmt: skip
+    num_keys = end - start
+    # Aligned for wide loads.
+    first = start // 4 * 4
+    sampled, low_value, high_value = _sample(
+        row_ptr, start, num_keys, topk, CAPACITY // 2, CAPACITY
+    )
+    low, high = sampled.to(tl.int64) * 0 + _MINUS_INFINITY, sampled.to(tl.int64) * 0 + _HIGHEST + 1
+    num_low, num_high = num_keys, num_keys * 0
+    pivot = tl.maximum(sampled.to(tl.int64), low + 1)
+    count = _filter(row_ptr, first, start, end, pivot, scores_ptr, positions_ptr, CAPACITY)
+    target = tl.maximum(topk, (topk + CAPACITY) // 2)
+    step = 0
+    while ((count < topk) | (count > CAPACITY)) & (low + 1 < high):
+        if count >= topk:
+            low, num_low = pivot, count
+            low_value = _value_of(pivot)
+        else:
+            high, num_high = pivot, count
+            high_value = _value_of(pivot)
+        if low + 1 < high:
+            pivot = _next_pivot(low, high, num_low, num_high, low_value, high_value, target, step)
+            count = _filter(row_ptr, first, start, end, pivot, scores_ptr, positions_ptr, CAPACITY)
+            step += 1
+    if (count >= topk) & (count <= CAPACITY):
+        slots = tl.arange(0, CAPACITY)
+        scores = tl.load(scores_ptr + slots, mask=slots < count, other=0.0)
+        positions = tl.load(positions_ptr + slots, mask=slots < count, other=0)
+        keys = tl.where(slots < count, _order_keys(scores), _LOWEST)
+        threshold, room = _kth_key(keys, count, topk, False)
+        _list_keys(out_ptr, keys, positions, threshold, 0, 0, room)
     else:
+        # More ties at the threshold than candidates fit.
         num_above, num_tied = 0, 0
-        for offset in tl.range(first, end, BLOCK):
-            keys = _load_keys(row_ptr, offset, start, end, BLOCK)
+        for offset in tl.range(first, end, CAPACITY):
+            columns = offset + tl.arange(0, CAPACITY)
+            scores, valid = _load_scores(row_ptr, columns, start, end)
+            keys = tl.where(valid, _order_keys(scores), _LOWEST)
             num_above, num_tied = _list_keys(
-                out_ptr, keys, threshold, offset, num_above, num_tied, room, BLOCK
+                out_ptr, keys, columns, low.to(tl.int32), num_above, num_tied, topk - num_high
             )
 
 
-@triton.jit(do_not_specialize=["num_keys", "topk"])
+@triton.jit
+def _select_short_row(row_ptr, out_ptr, start, end, topk, CAPACITY: tl.constexpr):
+    columns = start // 4 * 4 + tl.arange(0, CAPACITY)
+    scores, valid = _load_scores(row_ptr, columns, start, end)
+    keys = tl.where(valid, _order_keys(scores), _LOWEST)
+    threshold, room = _kth_key(keys, end - start, topk, True)
+    _list_keys(out_ptr, keys, columns, threshold, 0, 0, room)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "topk"])
 def _select_rows_kernel(
-    scores_ptr, starts_ptr, ends_ptr, out_ptr, num_keys, scores_stride, topk,
-    SMALLEST: tl.constexpr, NUM_SIZES: tl.constexpr, BLOCK: tl.constexpr,
+    scores_ptr, starts_ptr, ends_ptr, candidates_ptr, out_ptr,
+    num_rows, num_keys, scores_stride, topk,
+    CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    start = tl.maximum(tl.load(starts_ptr + row), 0)
-    end = tl.minimum(tl.load(ends_ptr + row), num_keys)
-    row_ptr = scores_ptr + row.to(tl.int64) * scores_stride
-    out_ptr += row.to(tl.int64) * topk
-    if end - start <= topk:
-        for offset in tl.range(0, topk, BLOCK):
-            slots = offset + tl.arange(0, BLOCK)
-            columns = tl.where(start + slots < end, start + slots, -1)
-            tl.store(out_ptr + slots, columns, mask=slots < topk)
-        return
-    # Aligned for wide loads.
-    first = start // 4 * 4
-    span = end - first
-    # A short row does not pay for the longest one: each power of two has code of its own.
-    for i in tl.static_range(NUM_SIZES):
-        if (span <= SMALLEST << i) & ((span > SMALLEST << i >> 1) | (i == 0)):
-            _select_row(row_ptr, out_ptr, first, start, end, topk, SMALLEST << i, True)
-    if span > SMALLEST << (NUM_SIZES - 1):
-        _select_row(row_ptr, out_ptr, first, start, end, topk, BLOCK, False)
+    # Candidates are kept by program, so that they stay in L2 however many rows there are.
+    candidates_ptr += tl.program_id(0) * (2 * CAPACITY)
+    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        start = tl.maximum(tl.load(starts_ptr + row), 0)
+        end = tl.minimum(tl.load(ends_ptr + row), num_keys)
+        row_ptr = scores_ptr + row * scores_stride.to(tl.int64)
+        row_out_ptr = out_ptr + row * topk.to(tl.int64)
+        if end - start <= topk:
+            for offset in tl.range(0, topk, CAPACITY):
+                slots = offset + tl.arange(0, CAPACITY)
+                columns = tl.where(start + slots < end, start + slots, -1)
+                tl.store(row_out_ptr + slots, columns, mask=slots < topk)
+        elif end - start // 4 * 4 <= CAPACITY:
+            _select_short_row(row_ptr, row_out_ptr, start, end, topk, CAPACITY)
+        else:
+            _select_long_row(
+                row_ptr, row_out_ptr, start, end, topk,
+                candidates_ptr.to(tl.pointer_type(tl.float32), bitcast=True),
+                candidates_ptr + CAPACITY, CAPACITY,
+            )  # fmt: skip
+            # The next row overwrites the candidates.
+            tl.debug_barrier()
 
 
 def select_rows(
@@ -192,11 +241,19 @@ def select_rows(
     [starts, ends) count, starts, ends [t_q] int32 -> topk_indices [t_q, topk] int32, contiguous.
     A row with at most topk valid keys reads no score.
     """
-    smallest = min(_SMALLEST, _RESIDENT_KEYS)
-    longest = min(_RESIDENT_KEYS, max(smallest, triton.next_power_of_2(num_keys)))
-    _select_rows_kernel[(len(topk_indices),)](
-        scores, starts, ends, topk_indices,
-        num_keys, scores.stride(0), topk_indices.shape[1],
-        SMALLEST=smallest, NUM_SIZES=(longest // smallest).bit_length(), BLOCK=smallest,
-        num_warps=max(4, longest // 1024),
+    num_rows, topk = topk_indices.shape
+    # Twice topk leaves room for a guess; more ties than that, or a larger topk, are read again.
+    capacity = min(max(_MIN_CAPACITY, triton.next_power_of_2(2 * topk)), _MAX_CAPACITY)
+    num_programs = min(num_rows, _PROGRAMS_PER_PROCESSOR * _num_processors(scores.device))
+    candidates = topk_indices.new_empty(num_programs, 2, capacity)
+    _select_rows_kernel[(num_programs,)](
+        scores, starts, ends, candidates, topk_indices,
+        num_rows, num_keys, scores.stride(0), topk,
+        CAPACITY=capacity, num_warps=max(1, capacity // (32 * _KEYS_PER_THREAD)),
     )  # fmt: skip
+
+
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
