@@ -62,21 +62,20 @@ def _next_pivot(low, high, num_low, num_high, low_value, high_value, target, ste
 
 
 @triton.jit
-def _kth_key(keys, num_keys, topk, NORMAL: tl.constexpr):
+def _extremes(keys):
+    """Lowest valid key, and the highest plus one, which no key reaches."""
+    low = tl.min(tl.where(keys == _LOWEST, _HIGHEST, keys))
+    return low.to(tl.int64), tl.max(keys).to(tl.int64) + 1
+
+
+@triton.jit
+def _kth_key(keys, num_keys, topk, pivot, low, high):
     """Threshold and room: the selection is all keys above and the first room keys equal to it.
 
-    keys [n] int32, of which num_keys > topk are above _LOWEST.
+    keys [n] int32, of which num_keys > topk are valid, in [low, high); pivot is the first guess.
     """
-    low = tl.min(tl.where(keys == _LOWEST, _HIGHEST, keys)).to(tl.int64)
-    high = tl.max(keys).to(tl.int64) + 1
     num_low, num_high = num_keys, num_keys * 0
-    if NORMAL:
-        pivot = _order_keys(_normal_guess(keys, num_keys, topk)).to(tl.int64)
-        pivot = tl.minimum(tl.maximum(pivot, low + 1), high - 1)
-    else:
-        pivot = _next_pivot(
-            low, high, num_low, num_high, _value_of(low), _value_of(high - 1), topk, 0
-        )
+    pivot = tl.minimum(tl.maximum(pivot, low + 1), high - 1)
     step = 0
     while (num_low != topk) & (low + 1 < high):
         num_pivot = tl.sum((keys >= pivot.to(tl.int32)).to(tl.int32))
@@ -114,21 +113,27 @@ def _load_scores(row_ptr, columns, start, end):
 
 @triton.jit
 def _filter(
-    row_ptr, first, start, end, pivot, scores_out_ptr, positions_out_ptr, CAPACITY: tl.constexpr
+    row_ptr, first, start, end, pivot, scores_out_ptr, positions_out_ptr,
+    CAPACITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Count the keys that are at least pivot, and store the first CAPACITY of them in order."""
     bound = _value_of(pivot)
     count = 0
-    for offset in tl.range(first, end, CAPACITY):
-        columns = offset + tl.arange(0, CAPACITY)
-        scores, valid = _load_scores(row_ptr, columns, start, end)
+    columns = first + tl.arange(0, TILE)
+    scores, valid = _load_scores(row_ptr, columns, start, end)
+    for _ in tl.range(first, end, TILE):
+        # The next tile is on its way while this one is ranked.
+        next_scores, next_valid = _load_scores(row_ptr, columns + TILE, start, end)
         # Above infinity a pivot is NaN, and only NaN passes it.
         passed = valid & ((scores >= bound) | (scores != scores))
-        ranks = count + tl.cumsum(passed.to(tl.int32), axis=0) - 1
-        stored = passed & (ranks < CAPACITY)
-        tl.store(scores_out_ptr + ranks, scores, mask=stored)
-        tl.store(positions_out_ptr + ranks, columns, mask=stored)
-        count += tl.sum(passed.to(tl.int32))
+        ranks = tl.cumsum(passed.to(tl.int32), axis=0)
+        slots = count + ranks - 1
+        stored = passed & (slots < CAPACITY)
+        tl.store(scores_out_ptr + slots, scores, mask=stored)
+        tl.store(positions_out_ptr + slots, columns, mask=stored)
+        count += tl.max(ranks)
+        scores, valid = next_scores, next_valid
+        columns += TILE
     # The candidates are read back by other threads of this program.
     tl.debug_barrier()
     return count
@@ -136,97 +141,125 @@ def _filter(
 
 @triton.jit
 def _sample(row_ptr, start, num_keys, topk, SIZE: tl.constexpr, CAPACITY: tl.constexpr):
-    """From evenly spaced keys: a key that topk to CAPACITY keys should exceed, and the extremes."""
+    """From evenly spaced keys: a key that topk to CAPACITY keys should reach, and the extremes."""
     columns = start + tl.arange(0, SIZE) * (num_keys // SIZE)
     keys = _order_keys(tl.load(row_ptr + columns))
     expected = topk.to(tl.float32) * SIZE / num_keys
     middle = (topk + CAPACITY) * (SIZE * 0.5) / num_keys
     rank = tl.minimum(expected + 3.5 * tl.sqrt(expected) + 1.0, middle).to(tl.int32)
     rank = tl.minimum(tl.maximum(rank, 1), SIZE - 1)
-    pivot, _ = _kth_key(keys, num_keys * 0 + SIZE, rank, True)
-    return pivot, _value_of(tl.min(keys)), _value_of(tl.max(keys))
+    low, high = _extremes(keys)
+    size = num_keys * 0 + SIZE
+    guess = _order_keys(_normal_guess(keys, size, rank)).to(tl.int64)
+    pivot, _ = _kth_key(keys, size, rank, guess, low, high)
+    return pivot.to(tl.int64), _value_of(low), _value_of(high - 1)
 
 
 @triton.jit
-def _select_long_row(
-    row_ptr, out_ptr, start, end, topk, scores_ptr, positions_ptr, CAPACITY: tl.constexpr
+def _narrow(
+    row_ptr, first, start, end, topk, scores_out_ptr, positions_out_ptr,
+    CAPACITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """Store candidates, and return their number; more than CAPACITY means that too many are tied.
+
+    Then the other two results are the threshold and the room of the selection.
+    """
     num_keys = end - start
-    # Aligned for wide loads.
-    first = start // 4 * 4
-    sampled, low_value, high_value = _sample(
-        row_ptr, start, num_keys, topk, CAPACITY // 2, CAPACITY
-    )
-    low, high = sampled.to(tl.int64) * 0 + _MINUS_INFINITY, sampled.to(tl.int64) * 0 + _HIGHEST + 1
+    pivot, low_value, high_value = _sample(row_ptr, start, num_keys, topk, TILE, CAPACITY)
+    low, high = pivot * 0 + _MINUS_INFINITY, pivot * 0 + _HIGHEST + 1
     num_low, num_high = num_keys, num_keys * 0
-    pivot = tl.maximum(sampled.to(tl.int64), low + 1)
-    count = _filter(row_ptr, first, start, end, pivot, scores_ptr, positions_ptr, CAPACITY)
     target = tl.maximum(topk, (topk + CAPACITY) // 2)
     step = 0
+    count = num_keys * 0
     while ((count < topk) | (count > CAPACITY)) & (low + 1 < high):
+        pivot = tl.minimum(tl.maximum(pivot, low + 1), high - 1)
+        count = _filter(
+            row_ptr, first, start, end, pivot, scores_out_ptr, positions_out_ptr, CAPACITY, TILE
+        )
         if count >= topk:
-            low, num_low = pivot, count
-            low_value = _value_of(pivot)
+            low, num_low, low_value = pivot, count, _value_of(pivot)
         else:
-            high, num_high = pivot, count
-            high_value = _value_of(pivot)
-        if low + 1 < high:
-            pivot = _next_pivot(low, high, num_low, num_high, low_value, high_value, target, step)
-            count = _filter(row_ptr, first, start, end, pivot, scores_ptr, positions_ptr, CAPACITY)
-            step += 1
-    if (count >= topk) & (count <= CAPACITY):
-        slots = tl.arange(0, CAPACITY)
-        scores = tl.load(scores_ptr + slots, mask=slots < count, other=0.0)
-        positions = tl.load(positions_ptr + slots, mask=slots < count, other=0)
-        keys = tl.where(slots < count, _order_keys(scores), _LOWEST)
-        threshold, room = _kth_key(keys, count, topk, False)
-        _list_keys(out_ptr, keys, positions, threshold, 0, 0, room)
-    else:
-        # More ties at the threshold than candidates fit.
-        num_above, num_tied = 0, 0
-        for offset in tl.range(first, end, CAPACITY):
-            columns = offset + tl.arange(0, CAPACITY)
-            scores, valid = _load_scores(row_ptr, columns, start, end)
-            keys = tl.where(valid, _order_keys(scores), _LOWEST)
-            num_above, num_tied = _list_keys(
-                out_ptr, keys, columns, low.to(tl.int32), num_above, num_tied, topk - num_high
-            )
+            high, num_high, high_value = pivot, count, _value_of(pivot)
+        pivot = _next_pivot(low, high, num_low, num_high, low_value, high_value, target, step)
+        step += 1
+    return num_low, low.to(tl.int32), topk - num_high
 
 
 @triton.jit
-def _select_short_row(row_ptr, out_ptr, start, end, topk, CAPACITY: tl.constexpr):
-    columns = start // 4 * 4 + tl.arange(0, CAPACITY)
-    scores, valid = _load_scores(row_ptr, columns, start, end)
-    keys = tl.where(valid, _order_keys(scores), _LOWEST)
-    threshold, room = _kth_key(keys, end - start, topk, True)
-    _list_keys(out_ptr, keys, columns, threshold, 0, 0, room)
+def _list_tied_row(
+    row_ptr, out_ptr, first, start, end, threshold, room, TILE: tl.constexpr
+):  # fmt: skip
+    num_above, num_tied = 0, 0
+    for offset in tl.range(first, end, TILE):
+        columns = offset + tl.arange(0, TILE)
+        scores, valid = _load_scores(row_ptr, columns, start, end)
+        keys = tl.where(valid, _order_keys(scores), _LOWEST)
+        num_above, num_tied = _list_keys(
+            out_ptr, keys, columns, threshold, num_above, num_tied, room
+        )
+
+
+@triton.jit
+def _select_row(
+    row_ptr, out_ptr, start, end, topk, scores_ptr, positions_ptr,
+    CAPACITY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    # Aligned for wide loads.
+    first = start // 4 * 4
+    is_long = end - first > CAPACITY
+    slots = tl.arange(0, CAPACITY)
+    num_keys, threshold, room = end - start, 0, 0
+    if is_long:
+        num_keys, threshold, room = _narrow(
+            row_ptr, first, start, end, topk, scores_ptr, positions_ptr, CAPACITY, TILE
+        )
+    if num_keys > CAPACITY:
+        _list_tied_row(row_ptr, out_ptr, first, start, end, threshold, room, TILE)
+    else:
+        # The candidates are those of the filter, or the whole row.
+        lowest_slot = tl.where(is_long, 0, start - first)
+        valid = (slots >= lowest_slot) & (slots < lowest_slot + num_keys)
+        source_ptr = row_ptr + first
+        if is_long:
+            source_ptr = scores_ptr
+        scores = tl.load(source_ptr + slots, mask=valid, other=0.0)
+        keys = tl.where(valid, _order_keys(scores), _LOWEST)
+        low, high = _extremes(keys)
+        if is_long:
+            guess = _next_pivot(
+                low, high, num_keys, topk * 0, _value_of(low), _value_of(high - 1), topk, 0
+            )
+        else:
+            guess = _order_keys(_normal_guess(keys, num_keys, topk)).to(tl.int64)
+        threshold, room = _kth_key(keys, num_keys, topk, guess, low, high)
+        positions = tl.load(positions_ptr + slots, mask=valid & is_long, other=0)
+        positions = tl.where(is_long, positions, first + slots)
+        _list_keys(out_ptr, keys, positions, threshold, 0, 0, room)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_keys", "topk"])
 def _select_rows_kernel(
     scores_ptr, starts_ptr, ends_ptr, candidates_ptr, out_ptr,
     num_rows, num_keys, scores_stride, topk,
-    CAPACITY: tl.constexpr,
+    CAPACITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # Candidates are kept by program, so that they stay in L2 however many rows there are.
     candidates_ptr += tl.program_id(0) * (2 * CAPACITY)
+    candidate_scores_ptr = candidates_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
     for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0)):
         start = tl.maximum(tl.load(starts_ptr + row), 0)
         end = tl.minimum(tl.load(ends_ptr + row), num_keys)
         row_ptr = scores_ptr + row * scores_stride.to(tl.int64)
         row_out_ptr = out_ptr + row * topk.to(tl.int64)
         if end - start <= topk:
-            for offset in tl.range(0, topk, CAPACITY):
-                slots = offset + tl.arange(0, CAPACITY)
+            for offset in tl.range(0, topk, TILE):
+                slots = offset + tl.arange(0, TILE)
                 columns = tl.where(start + slots < end, start + slots, -1)
                 tl.store(row_out_ptr + slots, columns, mask=slots < topk)
-        elif end - start // 4 * 4 <= CAPACITY:
-            _select_short_row(row_ptr, row_out_ptr, start, end, topk, CAPACITY)
         else:
-            _select_long_row(
+            _select_row(
                 row_ptr, row_out_ptr, start, end, topk,
-                candidates_ptr.to(tl.pointer_type(tl.float32), bitcast=True),
-                candidates_ptr + CAPACITY, CAPACITY,
+                candidate_scores_ptr, candidates_ptr + CAPACITY, CAPACITY, TILE,
             )  # fmt: skip
             # The next row overwrites the candidates.
             tl.debug_barrier()
@@ -249,7 +282,8 @@ def select_rows(
     _select_rows_kernel[(num_programs,)](
         scores, starts, ends, candidates, topk_indices,
         num_rows, num_keys, scores.stride(0), topk,
-        CAPACITY=capacity, num_warps=max(1, capacity // (32 * _KEYS_PER_THREAD)),
+        CAPACITY=capacity, TILE=capacity // 2,
+        num_warps=max(1, capacity // (32 * _KEYS_PER_THREAD)),
     )  # fmt: skip
 
 
