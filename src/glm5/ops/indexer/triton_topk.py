@@ -2,7 +2,7 @@
 
 Scores are compared as integers in the order of select_from_scores, so ties stay exact and NaN
 ranks highest. A search keeps a bracket of the k-th key and guesses inside it from the counts at its
-ends; every third step bisects, so that bad guesses cost a constant factor and no more. A row that
+ends; some steps bisect, so that bad guesses cost a constant factor and no more. A row that
 is too long for the registers is read once in the common case: the sample's k-th score, lowered by
 a margin, leaves between topk and CAPACITY candidates. Where it does not, the search narrows on.
 """
@@ -12,73 +12,82 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOWEST = tl.constexpr(-(2**31))
-_HIGHEST = tl.constexpr(2**31 - 1)
+# Order keys of "no key here", -infinity, and NaN, which is just above infinity.
+_NONE = tl.constexpr(-(2**31))
 _MINUS_INFINITY = tl.constexpr(-(2**31) + 0x7FFFFF)
-_EVERYTHING = tl.constexpr(2**30)
-# Candidates of one row, 16 a thread; a row of at most so many keys needs no narrowing.
+_NAN = tl.constexpr(0x7F800001)
+_MAGNITUDE = tl.constexpr(2**31 - 1)
+_UNLIMITED = tl.constexpr(2**30)
+# Candidates of one row, 32 a thread; a row of at most so many keys needs no narrowing.
 _MIN_CAPACITY, _MAX_CAPACITY = 4096, 16384
-_KEYS_PER_THREAD = 16
-_PROGRAMS_PER_PROCESSOR = 8
+_KEYS_PER_THREAD = 32
+# Four programs of four warps fit on a processor.
+_MAX_REGISTERS = 128
+_PROGRAMS_PER_PROCESSOR = 4
 
 
 @triton.jit
 def _order_keys(scores):
     bits = scores.to(tl.int32, bitcast=True)
     # Negative floats are sign and magnitude: flipping the magnitude makes their bits ascend.
-    keys = tl.where(bits < 0, bits ^ _HIGHEST, bits)
+    keys = tl.where(bits < 0, bits ^ _MAGNITUDE, bits)
     # -0.0 equals 0.0, and NaN is above every number.
-    return tl.where(scores != scores, _HIGHEST, tl.where(scores == 0.0, 0, keys))
+    return tl.where(scores != scores, _NAN, tl.where(scores == 0.0, 0, keys))
 
 
 @triton.jit
 def _value_of(key):
-    key = tl.minimum(key, _HIGHEST).to(tl.int32)
-    return tl.where(key < 0, key ^ _HIGHEST, key).to(tl.float32, bitcast=True)
+    return tl.where(key < 0, key ^ _MAGNITUDE, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _normal_guess(keys, num_keys, topk):
-    """The score that topk of num_keys normally distributed scores exceed."""
-    values = tl.where(keys != _LOWEST, _value_of(keys), 0.0)
+def _normal_fit(keys, num_keys, topk):
+    """The score that topk of num_keys normally distributed scores reach, and its density."""
+    values = tl.where(keys != _NONE, _value_of(keys), 0.0)
     mean = tl.sum(values) / num_keys
     deviation = tl.sqrt(tl.maximum(tl.sum(values * values) / num_keys - mean * mean, 0.0))
     fraction = topk / num_keys
     # Rational approximation of the normal quantile (Abramowitz and Stegun, 26.2.22).
     t = tl.sqrt(-2.0 * tl.log(tl.maximum(tl.minimum(fraction, 1.0 - fraction), 1e-9)))
     z = t - (2.30753 + 0.27061 * t) / (1.0 + 0.99229 * t + 0.04481 * t * t)
-    return mean + deviation * tl.where(fraction > 0.5, -z, z)
-
-
-@triton.jit
-def _next_pivot(low, high, num_low, num_high, low_value, high_value, target, step):
-    """A key inside (low, high), where about target keys are at least as high."""
-    log_low = tl.log(num_low.to(tl.float32))
-    log_high = tl.log(tl.maximum(num_high.to(tl.float32), 0.5))
-    part = (log_low - tl.log(target.to(tl.float32) + 0.5)) / (log_low - log_high)
-    guess = _order_keys(low_value + part * (high_value - low_value)).to(tl.int64)
-    pivot = tl.where(step % 3 == 2, (low + high) >> 1, guess)
-    return tl.minimum(tl.maximum(pivot, low + 1), high - 1)
+    density = 0.39894 * tl.exp(-0.5 * z * z) / deviation
+    return mean + deviation * tl.where(fraction > 0.5, -z, z), density
 
 
 @triton.jit
 def _extremes(keys):
     """Lowest valid key, and the highest plus one, which no key reaches."""
-    low = tl.min(tl.where(keys == _LOWEST, _HIGHEST, keys))
-    return low.to(tl.int64), tl.max(keys).to(tl.int64) + 1
+    return tl.min(tl.where(keys == _NONE, _NAN, keys)), tl.max(keys) + 1
 
 
 @triton.jit
-def _kth_key(keys, num_keys, topk, pivot, low, high):
+def _inside(pivot, low, high):
+    return tl.minimum(tl.maximum(pivot, low + 1), high - 1)
+
+
+@triton.jit
+def _next_pivot(low, high, num_low, num_high, low_value, high_value, target, step):
+    """A key inside (low, high) that about target keys reach."""
+    part = (num_low - target - 0.5) / (num_low - num_high)
+    guess = _order_keys(low_value + part * (high_value - low_value))
+    # The mean without overflow. Where guessing does not help, every second step bisects.
+    middle = (low & high) + ((low ^ high) >> 1)
+    bisects = (step % 6 == 5) | ((step > 12) & (step % 2 == 1))
+    return _inside(tl.where(bisects, middle, guess), low, high)
+
+
+@triton.jit
+def _kth_key(keys, num_keys, topk, slack, guess, low, high):
     """Threshold and room: the selection is all keys above and the first room keys equal to it.
 
-    keys [n] int32, of which num_keys > topk are valid, in [low, high); pivot is the first guess.
+    keys [n] int32, of which num_keys > topk are valid, in [low, high). It may also be a threshold
+    that topk to topk + slack keys reach; then there is room for all of them.
     """
     num_low, num_high = num_keys, num_keys * 0
-    pivot = tl.minimum(tl.maximum(pivot, low + 1), high - 1)
+    pivot = _inside(_order_keys(guess), low, high)
     step = 0
-    while (num_low != topk) & (low + 1 < high):
-        num_pivot = tl.sum((keys >= pivot.to(tl.int32)).to(tl.int32))
+    while (num_low > topk + slack) & (low + 1 < high):
+        num_pivot = tl.sum((keys >= pivot).to(tl.int32))
         if num_pivot >= topk:
             low, num_low = pivot, num_pivot
         else:
@@ -87,7 +96,7 @@ def _kth_key(keys, num_keys, topk, pivot, low, high):
             low, high, num_low, num_high, _value_of(low), _value_of(high - 1), topk, step
         )
         step += 1
-    return low.to(tl.int32), tl.where(num_low == topk, _EVERYTHING, topk - num_high)
+    return low, tl.where(num_low <= topk + slack, _UNLIMITED, topk - num_high)
 
 
 @triton.jit
@@ -108,81 +117,86 @@ def _list_keys(
 @triton.jit
 def _load_scores(row_ptr, columns, start, end):
     valid = (columns >= start) & (columns < end)
-    return tl.load(row_ptr + columns, mask=valid, other=0.0), valid
+    return tl.load(row_ptr + columns, mask=valid, other=float("-inf"))
+
+
+@triton.jit
+def _reach(scores, bound):
+    # Above infinity the bound is NaN, and only NaN reaches it.
+    return ((scores >= bound) | (scores != scores)).to(tl.int32)
 
 
 @triton.jit
 def _filter(
-    row_ptr, first, start, end, pivot, scores_out_ptr, positions_out_ptr,
+    row_ptr, first, start, end, pivot, candidates_ptr,
     CAPACITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Count the keys that are at least pivot, and store the first CAPACITY of them in order."""
+    """Count the keys that reach the pivot, and store the first CAPACITY positions in order."""
     bound = _value_of(pivot)
     count = 0
-    columns = first + tl.arange(0, TILE)
-    scores, valid = _load_scores(row_ptr, columns, start, end)
-    for _ in tl.range(first, end, TILE):
-        # The next tile is on its way while this one is ranked.
-        next_scores, next_valid = _load_scores(row_ptr, columns + TILE, start, end)
-        # Above infinity a pivot is NaN, and only NaN passes it.
-        passed = valid & ((scores >= bound) | (scores != scores))
-        ranks = tl.cumsum(passed.to(tl.int32), axis=0)
-        slots = count + ranks - 1
-        stored = passed & (slots < CAPACITY)
-        tl.store(scores_out_ptr + slots, scores, mask=stored)
-        tl.store(positions_out_ptr + slots, columns, mask=stored)
-        count += tl.max(ranks)
-        scores, valid = next_scores, next_valid
-        columns += TILE
-    # The candidates are read back by other threads of this program.
+    for offset in tl.range(first, end, 2 * TILE):
+        columns = offset + tl.arange(0, TILE)
+        left = _reach(_load_scores(row_ptr, columns, start, end), bound)
+        right = _reach(_load_scores(row_ptr, columns + TILE, start, end), bound)
+        # One prefix sum ranks two tiles.
+        packed = left | (right << 16)
+        ranks, totals = tl.cumsum(packed, axis=0), tl.sum(packed)
+        left_slots = count + (ranks & 0xFFFF) - 1
+        right_slots = count + (totals & 0xFFFF) + (ranks >> 16) - 1
+        count += (totals & 0xFFFF) + (totals >> 16)
+        stored = (left == 1) & (left_slots < CAPACITY)
+        tl.store(candidates_ptr + left_slots, columns, mask=stored)
+        stored = (right == 1) & (right_slots < CAPACITY)
+        tl.store(candidates_ptr + right_slots, columns + TILE, mask=stored)
+    # Other threads of this program read the candidates back.
     tl.debug_barrier()
     return count
 
 
 @triton.jit
 def _sample(row_ptr, start, num_keys, topk, SIZE: tl.constexpr, CAPACITY: tl.constexpr):
-    """From evenly spaced keys: a key that topk to CAPACITY keys should reach, and the extremes."""
+    """From evenly spaced keys: a key that topk to CAPACITY keys should reach, and the extremes.
+
+    Also the distance between two neighbouring scores there.
+    """
     columns = start + tl.arange(0, SIZE) * (num_keys // SIZE)
     keys = _order_keys(tl.load(row_ptr + columns))
     expected = topk.to(tl.float32) * SIZE / num_keys
     middle = (topk + CAPACITY) * (SIZE * 0.5) / num_keys
-    rank = tl.minimum(expected + 3.5 * tl.sqrt(expected) + 1.0, middle).to(tl.int32)
+    rank = tl.minimum(expected + 3.0 * tl.sqrt(expected) + 1.0, middle).to(tl.int32)
     rank = tl.minimum(tl.maximum(rank, 1), SIZE - 1)
     low, high = _extremes(keys)
     size = num_keys * 0 + SIZE
-    guess = _order_keys(_normal_guess(keys, size, rank)).to(tl.int64)
-    pivot, _ = _kth_key(keys, size, rank, guess, low, high)
-    return pivot.to(tl.int64), _value_of(low), _value_of(high - 1)
+    guess, density = _normal_fit(keys, size, rank)
+    pivot, _ = _kth_key(keys, size, rank, rank // 16, guess, low, high)
+    return pivot, _value_of(low), _value_of(high - 1), 1.0 / (density * num_keys)
 
 
 @triton.jit
 def _narrow(
-    row_ptr, first, start, end, topk, scores_out_ptr, positions_out_ptr,
+    row_ptr, first, start, end, topk, candidates_ptr,
     CAPACITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store candidates, and return their number; more than CAPACITY means that too many are tied.
+    """Store candidates: their number, a guess of the k-th score, the threshold, and its room.
 
-    Then the other two results are the threshold and the room of the selection.
+    A number above CAPACITY means that too many are tied; only then do the last two count.
     """
     num_keys = end - start
-    pivot, low_value, high_value = _sample(row_ptr, start, num_keys, topk, TILE, CAPACITY)
-    low, high = pivot * 0 + _MINUS_INFINITY, pivot * 0 + _HIGHEST + 1
+    pivot, low_value, high_value, spacing = _sample(row_ptr, start, num_keys, topk, TILE, CAPACITY)
+    low, high = pivot * 0 + _MINUS_INFINITY, pivot * 0 + _NAN + 1
     num_low, num_high = num_keys, num_keys * 0
+    pivot = _inside(pivot, low, high)
     target = tl.maximum(topk, (topk + CAPACITY) // 2)
     step = 0
-    count = num_keys * 0
-    while ((count < topk) | (count > CAPACITY)) & (low + 1 < high):
-        pivot = tl.minimum(tl.maximum(pivot, low + 1), high - 1)
-        count = _filter(
-            row_ptr, first, start, end, pivot, scores_out_ptr, positions_out_ptr, CAPACITY, TILE
-        )
+    while (num_low > CAPACITY) & (low + 1 < high):
+        count = _filter(row_ptr, first, start, end, pivot, candidates_ptr, CAPACITY, TILE)
         if count >= topk:
             low, num_low, low_value = pivot, count, _value_of(pivot)
         else:
             high, num_high, high_value = pivot, count, _value_of(pivot)
         pivot = _next_pivot(low, high, num_low, num_high, low_value, high_value, target, step)
         step += 1
-    return num_low, low.to(tl.int32), topk - num_high
+    return num_low, low_value + (num_low - topk) * spacing, low, topk - num_high
 
 
 @triton.jit
@@ -192,8 +206,9 @@ def _list_tied_row(
     num_above, num_tied = 0, 0
     for offset in tl.range(first, end, TILE):
         columns = offset + tl.arange(0, TILE)
-        scores, valid = _load_scores(row_ptr, columns, start, end)
-        keys = tl.where(valid, _order_keys(scores), _LOWEST)
+        valid = (columns >= start) & (columns < end)
+        scores = tl.load(row_ptr + columns, mask=valid, other=0.0)
+        keys = tl.where(valid, _order_keys(scores), _NONE)
         num_above, num_tied = _list_keys(
             out_ptr, keys, columns, threshold, num_above, num_tied, room
         )
@@ -201,39 +216,32 @@ def _list_tied_row(
 
 @triton.jit
 def _select_row(
-    row_ptr, out_ptr, start, end, topk, scores_ptr, positions_ptr,
+    row_ptr, out_ptr, start, end, topk, candidates_ptr,
     CAPACITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # Aligned for wide loads.
     first = start // 4 * 4
-    is_long = end - first > CAPACITY
     slots = tl.arange(0, CAPACITY)
-    num_keys, threshold, room = end - start, 0, 0
+    is_long = end - first > CAPACITY
+    num_keys, guess, threshold, room = end - start, 0.0, 0, 0
     if is_long:
-        num_keys, threshold, room = _narrow(
-            row_ptr, first, start, end, topk, scores_ptr, positions_ptr, CAPACITY, TILE
+        num_keys, guess, threshold, room = _narrow(
+            row_ptr, first, start, end, topk, candidates_ptr, CAPACITY, TILE
         )
     if num_keys > CAPACITY:
         _list_tied_row(row_ptr, out_ptr, first, start, end, threshold, room, TILE)
     else:
         # The candidates are those of the filter, or the whole row.
-        lowest_slot = tl.where(is_long, 0, start - first)
-        valid = (slots >= lowest_slot) & (slots < lowest_slot + num_keys)
-        source_ptr = row_ptr + first
+        valid = slots < num_keys
+        positions = start + slots
         if is_long:
-            source_ptr = scores_ptr
-        scores = tl.load(source_ptr + slots, mask=valid, other=0.0)
-        keys = tl.where(valid, _order_keys(scores), _LOWEST)
+            positions = tl.load(candidates_ptr + slots, mask=valid, other=0)
+        scores = tl.load(row_ptr + positions, mask=valid, other=0.0)
+        keys = tl.where(valid, _order_keys(scores), _NONE)
         low, high = _extremes(keys)
-        if is_long:
-            guess = _next_pivot(
-                low, high, num_keys, topk * 0, _value_of(low), _value_of(high - 1), topk, 0
-            )
-        else:
-            guess = _order_keys(_normal_guess(keys, num_keys, topk)).to(tl.int64)
-        threshold, room = _kth_key(keys, num_keys, topk, guess, low, high)
-        positions = tl.load(positions_ptr + slots, mask=valid & is_long, other=0)
-        positions = tl.where(is_long, positions, first + slots)
+        if not is_long:
+            guess, _ = _normal_fit(keys, num_keys, topk)
+        threshold, room = _kth_key(keys, num_keys, topk, 0, guess, low, high)
         _list_keys(out_ptr, keys, positions, threshold, 0, 0, room)
 
 
@@ -244,12 +252,10 @@ def _select_rows_kernel(
     CAPACITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # Candidates are kept by program, so that they stay in L2 however many rows there are.
-    candidates_ptr += tl.program_id(0) * (2 * CAPACITY)
-    candidate_scores_ptr = candidates_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+    candidates_ptr += tl.program_id(0) * CAPACITY
     for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0)):
         start = tl.maximum(tl.load(starts_ptr + row), 0)
         end = tl.minimum(tl.load(ends_ptr + row), num_keys)
-        row_ptr = scores_ptr + row * scores_stride.to(tl.int64)
         row_out_ptr = out_ptr + row * topk.to(tl.int64)
         if end - start <= topk:
             for offset in tl.range(0, topk, TILE):
@@ -257,10 +263,8 @@ def _select_rows_kernel(
                 columns = tl.where(start + slots < end, start + slots, -1)
                 tl.store(row_out_ptr + slots, columns, mask=slots < topk)
         else:
-            _select_row(
-                row_ptr, row_out_ptr, start, end, topk,
-                candidate_scores_ptr, candidates_ptr + CAPACITY, CAPACITY, TILE,
-            )  # fmt: skip
+            row_ptr = scores_ptr + row * scores_stride.to(tl.int64)
+            _select_row(row_ptr, row_out_ptr, start, end, topk, candidates_ptr, CAPACITY, TILE)
             # The next row overwrites the candidates.
             tl.debug_barrier()
 
@@ -278,12 +282,12 @@ def select_rows(
     # Twice topk leaves room for a guess; more ties than that, or a larger topk, are read again.
     capacity = min(max(_MIN_CAPACITY, triton.next_power_of_2(2 * topk)), _MAX_CAPACITY)
     num_programs = min(num_rows, _PROGRAMS_PER_PROCESSOR * _num_processors(scores.device))
-    candidates = topk_indices.new_empty(num_programs, 2, capacity)
+    candidates = topk_indices.new_empty(num_programs, capacity)
     _select_rows_kernel[(num_programs,)](
         scores, starts, ends, candidates, topk_indices,
         num_rows, num_keys, scores.stride(0), topk,
-        CAPACITY=capacity, TILE=capacity // 2,
-        num_warps=max(1, capacity // (32 * _KEYS_PER_THREAD)),
+        CAPACITY=capacity, TILE=capacity // 4,
+        num_warps=max(1, capacity // (32 * _KEYS_PER_THREAD)), maxnreg=_MAX_REGISTERS,
     )  # fmt: skip
 
 
