@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -89,7 +89,9 @@ def _recall(inputs: Inputs, selected: Tensor, row: int) -> float:
     return recall
 
 
-def measure(functions: dict[str, Callable[[], object]], rounds: int = _ROUNDS) -> dict[str, float]:
+def measure(
+    functions: Mapping[str, Callable[[], object]], rounds: int = _ROUNDS
+) -> dict[str, float]:
     """Median milliseconds of each function, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for i in range(rounds + 2):
@@ -105,21 +107,21 @@ def measure(functions: dict[str, Callable[[], object]], rounds: int = _ROUNDS) -
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def extra_memory(function: Callable[[], object]) -> int:
-    """Peak bytes beyond what was allocated before the call."""
+def extra_memory(function: Callable[[], Tensor]) -> int:
+    """Peak bytes beyond what was allocated before the call and the result itself."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    function()
+    result = function()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated() - before - result.nbytes
 
 
 def run(num_tokens: int) -> dict[str, object]:
     """Check and time one length."""
     inputs = make_inputs(num_tokens)
     recall = check(inputs)
-    functions = {
+    functions: dict[str, Callable[[], Tensor]] = {
         "triton": lambda: select_topk(*inputs, TOPK),
         "torch": lambda: torch_select_topk(*inputs),
     }

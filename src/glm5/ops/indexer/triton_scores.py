@@ -10,6 +10,7 @@ from torch import Tensor
 # Scores of one program's tile are [keys, queries * heads]: heads lie within a thread, so that
 # their sum needs two shuffles instead of a trip through shared memory.
 _TILE_COLUMNS = 256
+_TILE_DIMS = 128
 _KEYS_PER_PROGRAM = 1024
 
 
@@ -104,9 +105,10 @@ def _index_scores(
 ) -> None:
     t_q, num_heads, head_dim = q.shape
     block_h = triton.next_power_of_2(num_heads)
-    # An fp32 dot does not fit the tensor cores and lives in registers: keep its tile small.
-    exact = q.dtype == torch.float32
-    block_q = max(1, (64 if exact else _TILE_COLUMNS) // block_h)
+    # An fp32 dot lives in registers, and heads wider than a tile are loaded again for each key
+    # tile: both need a small tile to fit.
+    exact, wide = q.dtype == torch.float32, head_dim > _TILE_DIMS
+    block_q = max(1, (64 if exact or wide else _TILE_COLUMNS) // block_h)
     block_h = max(block_h, 16 // block_q)
     grid = (triton.cdiv(t_q, block_q), triton.cdiv(len(k), _KEYS_PER_PROGRAM))
     _index_scores_kernel[grid](
@@ -114,7 +116,7 @@ def _index_scores(
         t_q, len(k), scores.stride(0), topk,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim,
         BLOCK_Q=block_q, BLOCK_H=block_h, BLOCK_K=32 if exact else 64,
-        BLOCK_D=min(128, max(16, triton.next_power_of_2(head_dim))),
+        BLOCK_D=min(_TILE_DIMS, max(16, triton.next_power_of_2(head_dim))),
         KEYS_PER_PROGRAM=_KEYS_PER_PROGRAM,
-        num_warps=4, num_stages=2,
+        num_warps=4, num_stages=1 if wide else 2,
     )  # fmt: skip

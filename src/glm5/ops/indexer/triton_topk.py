@@ -115,9 +115,9 @@ def _list_keys(
 
 
 @triton.jit
-def _load_scores(row_ptr, columns, start, end):
-    valid = (columns >= start) & (columns < end)
-    return tl.load(row_ptr + columns, mask=valid, other=float("-inf"))
+def _load_scores(row_ptr, offset, end, TILE: tl.constexpr):
+    slots = tl.arange(0, TILE)
+    return tl.load(row_ptr + offset + slots, mask=slots < end - offset, other=float("-inf"))
 
 
 @triton.jit
@@ -128,16 +128,16 @@ def _reach(scores, bound):
 
 @triton.jit
 def _filter(
-    row_ptr, first, start, end, pivot, candidates_ptr,
+    row_ptr, start, end, pivot, candidates_ptr,
     CAPACITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Count the keys that reach the pivot, and store the first CAPACITY positions in order."""
     bound = _value_of(pivot)
     count = 0
-    for offset in tl.range(first, end, 2 * TILE):
+    for offset in tl.range(start, end, 2 * TILE):
         columns = offset + tl.arange(0, TILE)
-        left = _reach(_load_scores(row_ptr, columns, start, end), bound)
-        right = _reach(_load_scores(row_ptr, columns + TILE, start, end), bound)
+        left = _reach(_load_scores(row_ptr, offset, end, TILE), bound)
+        right = _reach(_load_scores(row_ptr, offset + TILE, end, TILE), bound)
         # One prefix sum ranks two tiles.
         packed = left | (right << 16)
         ranks, totals = tl.cumsum(packed, axis=0), tl.sum(packed)
@@ -174,7 +174,7 @@ def _sample(row_ptr, start, num_keys, topk, SIZE: tl.constexpr, CAPACITY: tl.con
 
 @triton.jit
 def _narrow(
-    row_ptr, first, start, end, topk, candidates_ptr,
+    row_ptr, start, end, topk, candidates_ptr,
     CAPACITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store candidates: their number, a guess of the k-th score, the threshold, and its room.
@@ -182,14 +182,16 @@ def _narrow(
     A number above CAPACITY means that too many are tied; only then do the last two count.
     """
     num_keys = end - start
-    pivot, low_value, high_value, spacing = _sample(row_ptr, start, num_keys, topk, TILE, CAPACITY)
+    pivot, low_value, high_value, spacing = _sample(
+        row_ptr, start, num_keys, topk, CAPACITY // 4, CAPACITY
+    )
     low, high = pivot * 0 + _MINUS_INFINITY, pivot * 0 + _NAN + 1
     num_low, num_high = num_keys, num_keys * 0
     pivot = _inside(pivot, low, high)
     target = tl.maximum(topk, (topk + CAPACITY) // 2)
     step = 0
     while (num_low > CAPACITY) & (low + 1 < high):
-        count = _filter(row_ptr, first, start, end, pivot, candidates_ptr, CAPACITY, TILE)
+        count = _filter(row_ptr, start, end, pivot, candidates_ptr, CAPACITY, TILE)
         if count >= topk:
             low, num_low, low_value = pivot, count, _value_of(pivot)
         else:
@@ -201,12 +203,12 @@ def _narrow(
 
 @triton.jit
 def _list_tied_row(
-    row_ptr, out_ptr, first, start, end, threshold, room, TILE: tl.constexpr
+    row_ptr, out_ptr, start, end, threshold, room, TILE: tl.constexpr
 ):  # fmt: skip
     num_above, num_tied = 0, 0
-    for offset in tl.range(first, end, TILE):
+    for offset in tl.range(start, end, TILE):
         columns = offset + tl.arange(0, TILE)
-        valid = (columns >= start) & (columns < end)
+        valid = columns < end
         scores = tl.load(row_ptr + columns, mask=valid, other=0.0)
         keys = tl.where(valid, _order_keys(scores), _NONE)
         num_above, num_tied = _list_keys(
@@ -219,23 +221,21 @@ def _select_row(
     row_ptr, out_ptr, start, end, topk, candidates_ptr,
     CAPACITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # Aligned for wide loads.
-    first = start // 4 * 4
     slots = tl.arange(0, CAPACITY)
-    is_long = end - first > CAPACITY
+    is_long = end - start > CAPACITY
     num_keys, guess, threshold, room = end - start, 0.0, 0, 0
     if is_long:
         num_keys, guess, threshold, room = _narrow(
-            row_ptr, first, start, end, topk, candidates_ptr, CAPACITY, TILE
+            row_ptr, start, end, topk, candidates_ptr, CAPACITY, TILE
         )
     if num_keys > CAPACITY:
-        _list_tied_row(row_ptr, out_ptr, first, start, end, threshold, room, TILE)
+        _list_tied_row(row_ptr, out_ptr, start, end, threshold, room, TILE)
     else:
         # The candidates are those of the filter, or the whole row.
         valid = slots < num_keys
         positions = start + slots
         if is_long:
-            positions = tl.load(candidates_ptr + slots, mask=valid, other=0)
+            positions = tl.load(candidates_ptr + slots)
         scores = tl.load(row_ptr + positions, mask=valid, other=0.0)
         keys = tl.where(valid, _order_keys(scores), _NONE)
         low, high = _extremes(keys)
