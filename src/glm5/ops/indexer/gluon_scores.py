@@ -26,6 +26,8 @@ _HEAD_DIM = 128
 # Query rows times heads of one program: two warpgroups of two halves of 128 columns.
 _COLUMNS = 512
 _STAGES = 5
+# The most query rows of one launch; a constant, so that no length needs another kernel.
+MAX_ROWS = 8192
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_keys", "rows_per_chunk", "topk", "num_blocks"])
@@ -239,7 +241,7 @@ def hopper_scorer(
             q_desc, k_desc, weights, scores, first_key[chunk], first_tile[chunk],
             len(q), chunk * num_rows, num_blocks, scores.stride(0),
             NUM_HEADS=q.shape[1], STAGES=_STAGES,
-            MAX_BLOCKS=triton.next_power_of_2(num_blocks), num_warps=4,
+            MAX_BLOCKS=MAX_ROWS // block_q, num_warps=4,
         )  # fmt: skip
 
     return score_chunk
@@ -258,6 +260,6 @@ def _plan_tiles(
     _plan_tiles_kernel[(num_chunks,)](
         starts, ends, first_key, first_tile,
         len(starts), num_keys, num_rows, topk, num_blocks, first_key.stride(0),
-        BLOCK_Q=block_q, BLOCK_K=_BLOCK_K, MAX_BLOCKS=triton.next_power_of_2(num_blocks),
+        BLOCK_Q=block_q, BLOCK_K=_BLOCK_K, MAX_BLOCKS=MAX_ROWS // block_q,
     )  # fmt: skip
     return first_key, first_tile

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from glm5.errors import BackendError
-from glm5.ops.indexer.gluon_scores import fits_hopper, hopper_scorer
+from glm5.ops.indexer.gluon_scores import MAX_ROWS, fits_hopper, hopper_scorer
 from glm5.ops.indexer.shapes import check_shapes
 from glm5.ops.indexer.triton_scores import portable_scorer
 from glm5.ops.indexer.triton_topk import select_rows
@@ -15,7 +15,6 @@ __all__ = ["select_topk"]
 
 # Budget for the scores of one block of query rows, whatever the sequence length.
 _SCORE_BYTES = 256 * 2**20
-_MAX_ROWS = 8192
 _HOPPER_ROWS = 128
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -68,7 +67,7 @@ def chunk_shape(q: Tensor, k: Tensor) -> tuple[int, int]:
     # Rows of whole 512-byte lines keep every load aligned, and the kernels free of recompilation.
     width = -(-len(k) // 128) * 128
     row_unit = _HOPPER_ROWS if fits_hopper(q) else 1
-    num_units = min(_MAX_ROWS, _SCORE_BYTES // (4 * width)) // row_unit
+    num_units = min(MAX_ROWS, _SCORE_BYTES // (4 * width)) // row_unit
     return row_unit * max(1, min(num_units, -(-len(q) // row_unit))), width
 
 
