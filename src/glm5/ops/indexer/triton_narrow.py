@@ -103,5 +103,7 @@ def narrow(
         else:
             high, num_high, high_value = pivot, count, value_of(pivot)
         pivot = next_pivot(low, high, num_low, num_high, low_value, high_value, target, step)
+        # Too many candidates are most often ties with the pivot itself: then this ends the search.
+        pivot = tl.where((step == 0) & (count >= topk), low + 1, pivot)
         step += 1
     return num_low, low_value + (num_low - topk) * spacing, low, topk - num_high
