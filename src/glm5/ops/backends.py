@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from glm5.errors import BackendError
@@ -34,13 +35,15 @@ class BackendStatus(NamedTuple):
 class _Entry(NamedTuple):
     module: str
     remedy: str
+    needs_cuda: bool = False
 
 
 _BACKENDS = {
     "torch": _Entry("glm5.ops.torch_backend", "install torch"),
+    "triton": _Entry("glm5.ops.triton_backend", 'use the backend "torch"', needs_cuda=True),
     "megatron": _Entry("glm5.ops.peers", "pip install megatron-core==0.19.2"),
 }
-_DEFAULTS = {"cpu": "torch", "cuda": "torch"}
+_DEFAULTS = {"cpu": "torch", "cuda": "triton"}
 
 
 def get_backend(name: str) -> Backend:
@@ -51,6 +54,13 @@ def get_backend(name: str) -> Backend:
     if name not in _BACKENDS:
         raise BackendError("unknown attention backend", got=name, expected=_listed(_BACKENDS))
     entry = _BACKENDS[name]
+    if entry.needs_cuda and not torch.cuda.is_available():
+        raise BackendError(
+            f"the attention backend {name!r} cannot run here",
+            got="no CUDA device",
+            expected="an NVIDIA GPU",
+            remedy=entry.remedy,
+        )
     try:
         return cast(Backend, import_module(entry.module))
     except ImportError as error:

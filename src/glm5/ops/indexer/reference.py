@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from glm5.errors import BackendError
 from glm5.ops.indexer.selection import choose, pack_selection, select_from_scores
+from glm5.ops.indexer.shapes import check_shapes
 from glm5.ops.key_sets import KeyBounds, rows_per_chunk
 from glm5.ops.precision import accumulation_dtype, no_autocast
 
@@ -65,7 +65,7 @@ def select_topk(
     gradient. Memory is bounded by a chunk of query rows; one host sync. Raises BackendError for
     shapes that do not fit and for bounds outside the keys.
     """
-    _check_shapes(q, k, weights, starts, ends, topk)
+    check_shapes(q, k, weights, starts, ends, topk)
     bounds = KeyBounds(starts, ends)
     element_size = accumulation_dtype(q).itemsize
     num_rows = rows_per_chunk(len(k) * _COPIES * element_size)
@@ -79,17 +79,3 @@ def select_topk(
         local = pack_selection(chosen, topk)
         topk_indices[rows] = torch.where(local >= 0, local + keys.start, local)
     return topk_indices
-
-
-def _check_shapes(
-    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int
-) -> None:
-    shapes = [tuple(x.shape) for x in (q, k, weights, starts, ends)]
-    t_q = len(q)
-    fits = q.ndim == 3 and shapes[1:] == [(len(k), q.shape[2]), (t_q, q.shape[1]), (t_q,), (t_q,)]
-    if not fits or topk < 0:
-        raise BackendError(
-            "the inputs of select_topk do not fit together",
-            got=f"q, k, weights, starts, ends {shapes}, topk {topk}",
-            expected="q [t_q, h, d], k [t_k, d], weights [t_q, h], starts, ends [t_q], topk >= 0",
-        )

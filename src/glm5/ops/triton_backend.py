@@ -1,0 +1,6 @@
+"""Backend "triton": fused kernels, Gluon on Hopper for the sizes of GLM-5, plain Triton else."""
+
+from glm5.ops.indexer.triton_select import select_topk
+from glm5.ops.sparse_mla.autograd import sparse_mla
+
+__all__ = ["select_topk", "sparse_mla"]
