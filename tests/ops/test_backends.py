@@ -104,14 +104,17 @@ def test_backends_agree_on_random_shapes(data: st.DataObject) -> None:
         torch.testing.assert_close(x, y)
 
 
-def test_every_backend_runs_here() -> None:
+def test_which_backends_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert available_backends() == ("torch", "megatron")
-    assert all(status.reason == "" for status in backend_report())
-    assert default_backend("cpu") == default_backend("cuda") == "torch"
+    assert {s.name for s in backend_report() if s.reason} == {"triton"}
+    with pytest.raises(BackendError, match=r"(?s)triton.*no CUDA device.*remedy"):
+        get_backend("triton")
+    assert (default_backend("cpu"), default_backend("cuda")) == ("torch", "triton")
 
 
 def test_unknown_names_raise() -> None:
-    with pytest.raises(BackendError, match=r"(?s)tritn.*torch, megatron"):
+    with pytest.raises(BackendError, match=r"(?s)tritn.*torch, triton, megatron"):
         get_backend("tritn")
     with pytest.raises(BackendError, match=r"(?s)mps.*cpu, cuda"):
         default_backend("mps")
@@ -122,8 +125,9 @@ def test_a_missing_package_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, MCORE_DSA, None)
     with pytest.raises(BackendError, match=r"(?s)megatron.*cannot run here.*pip install"):
         get_backend("megatron")
-    assert available_backends() == ("torch",)
-    assert MCORE_DSA in backend_report()[1].reason
+    report = {status.name: status for status in backend_report()}
+    assert report["torch"].available and "megatron" not in available_backends()
+    assert MCORE_DSA in report["megatron"].reason
 
 
 def test_megatron_is_not_imported_until_asked_for() -> None:
