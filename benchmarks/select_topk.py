@@ -1,30 +1,27 @@
 """Time the fused indexer (select_topk of the triton backend) against plain PyTorch, in one process.
 
-    PYTHONPATH=src python benchmarks/select_topk.py [tokens ...]
+    python -m benchmarks.select_topk [tokens ...] [--json FILE]
 
 32 heads of 128 dimensions, topk 2048, one causal sequence, bf16. A length is timed only after its
 selection has passed the checks. Times are device times: CUDA events, medians of interleaved rounds,
-behind a spin kernel that lets the host run ahead. Prints a table last; one JSON line per length
-goes to the file select_topk.jsonl in the folder $OUT, or here.
+behind a spin kernel that lets the host run ahead.
 """
 
+import argparse
 import json
-import os
-import statistics
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from benchmarks.timing import interleaved_medians
 from glm5.ops.indexer.selection import select_from_scores
 from glm5.ops.indexer.triton_select import chunk_scorer, chunk_shape, select_topk
 
 NUM_HEADS, HEAD_DIM, TOPK = 32, 128, 2048
-_SPIN_CYCLES = 4_000_000
-_ROUNDS = 10
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -89,24 +86,6 @@ def _recall(inputs: Inputs, selected: Tensor, row: int) -> float:
     return recall
 
 
-def measure(
-    functions: Mapping[str, Callable[[], object]], rounds: int = _ROUNDS
-) -> dict[str, float]:
-    """Median milliseconds of each function, interleaved."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for i in range(rounds + 2):
-        for name, function in functions.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(_SPIN_CYCLES)
-            begin.record()
-            function()
-            end.record()
-            torch.cuda.synchronize()
-            if i >= 2:
-                times[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def extra_memory(function: Callable[[], Tensor]) -> int:
     """Peak bytes beyond what was allocated before the call and the result itself."""
     torch.cuda.synchronize()
@@ -117,7 +96,7 @@ def extra_memory(function: Callable[[], Tensor]) -> int:
     return torch.cuda.max_memory_allocated() - before - result.nbytes
 
 
-def run(num_tokens: int) -> dict[str, object]:
+def run(num_tokens: int) -> dict[str, Any]:
     """Check and time one length."""
     inputs = make_inputs(num_tokens)
     recall = check(inputs)
@@ -125,7 +104,7 @@ def run(num_tokens: int) -> dict[str, object]:
         "triton": lambda: select_topk(*inputs, TOPK),
         "torch": lambda: torch_select_topk(*inputs),
     }
-    times = measure(functions)
+    times = interleaved_medians(functions)
     flops = 2 * NUM_HEADS * HEAD_DIM * num_tokens * (num_tokens + 1) // 2
     return {
         "op": "select_topk",
@@ -142,10 +121,13 @@ def run(num_tokens: int) -> dict[str, object]:
 
 def main() -> None:
     """Run every length and print the table."""
-    lengths = [int(x) for x in sys.argv[1:]] or [4096, 8192, 32768]
-    results = [run(num_tokens) for num_tokens in lengths]
-    out = Path(os.environ.get("OUT", ".")) / "select_topk.jsonl"
-    out.write_text("".join(json.dumps(result) + "\n" for result in results))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("lengths", type=int, nargs="*", default=[4096, 8192, 32768])
+    parser.add_argument("--json", type=Path, help="also write one line per length to this file")
+    options = parser.parse_args()
+    results = [run(num_tokens) for num_tokens in options.lengths]
+    if options.json:
+        options.json.write_text("".join(json.dumps(result) + "\n" for result in results))
     print("tokens   recall   triton ms  TFLOP/s  extra GiB   torch ms  TFLOP/s  extra GiB")
     for r in results:
         print(
