@@ -1,4 +1,4 @@
-"""`convert`: bitwise through a real Megatron checkpoint, atomic, and with the memory of one model."""
+"""`convert`: bitwise through a real Megatron checkpoint, atomic, in the memory of one model."""
 
 import json
 import os

@@ -100,7 +100,7 @@ def test_split_models_pad_to_the_capacity(
         assert row.num_tokens == capacity
         assert row.cu_seqlens[-1] == capacity
     if rows == 1:
-        padded = list(shaper.micro_batches([[1]]))[0]
+        padded = next(iter(shaper.micro_batches([[1]])))
         assert torch.equal(padded.input_ids[: plain.num_tokens], plain.input_ids)
         assert padded.input_ids[plain.num_tokens :].tolist() == [PAD] * (capacity - 5)
         assert padded.loss_mask.sum() == plain.loss_mask.sum()
