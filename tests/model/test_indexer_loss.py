@@ -183,9 +183,9 @@ def test_the_loss_follows_the_scale_of_the_main_loss(
 ) -> None:
     """Megatron's schedules divide the main loss and tell this scaler by how much."""
     expected = of_indexers(trained(COEFF))
-    # Megatron copies later scales into the first one, whose shape is the schedule's elsewhere
+    # Megatron copies later scales into the first one, which other tests find again
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(0.25))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([0.25]))
     got = of_indexers(train(load_model(tiny_folder("5.2"), indexer_loss_coeff=COEFF)))
     assert_all_close({n: 4 * g for n, g in got.items()}, expected, limit=1e-6)
 
