@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
@@ -37,5 +38,8 @@ def add_indexer_loss(
         softmax_scale,
         topk_indices=topk_indices,
     )
+    if MoEAuxLossAutoScaler.main_loss_backward_scale is None:
+        # a backward pass outside of a schedule would make one that no schedule can copy into
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=output.device))
     # Megatron's schedules set this scaler to the scale of the main loss
     return MoEAuxLossAutoScaler.apply(output, coeff * kl.sum())
