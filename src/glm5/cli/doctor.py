@@ -28,7 +28,8 @@ def run_doctor(*, json: bool) -> int:
     device = _device()
     backends = _backends()
     output.table("packages", ("package", "version", "supported", "need", ""), packages)
-    output.table("attention backends", ("backend", "", "reason"), backends)
+    rows = [(name, "yes" if available else "no", reason) for name, available, reason in backends]
+    output.table("attention backends", ("backend", "runs here", "reason"), rows)
     output.say(f"python {platform.python_version()}; device: {device}")
     ok = all(good for *_, need, good in packages if need == "required")
     if json:
