@@ -14,7 +14,8 @@ def quiet_libraries() -> None:
     """Silences start-up warnings of the libraries; errors still come through."""
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
-    for module in ("megatron", "torch", "transformers", "peft"):
+    # on a CPU torch's warnings name the runtime that stands between it and its callers
+    for module in ("megatron", "torch", "transformers", "peft", r"glm5\.runtime\.cpu"):
         warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
     # from the first time that Python compiles them, which goes by the file, not the module
     warnings.filterwarnings("ignore", category=SyntaxWarning)
