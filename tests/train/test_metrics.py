@@ -111,7 +111,9 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     ]
 
 
-def test_progress_bar_on_a_terminal(tmp_path: Path) -> None:
+def test_progress_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a terminal that calls itself dumb gets no bar
+    monkeypatch.setenv("TERM", "xterm")
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with MetricsLog(tmp_path, total_steps=10, first_step=4, console=console) as log:
         log.log(4, {"loss": 1.25, "lr": 1e-4})

@@ -128,6 +128,10 @@ def run() -> None:
     except Glm5Error as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        # a full disk, a folder without permission: the user's to mend, and nothing half is left
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(Glm5Error.exit_code)
     finally:
         _shut_down()
 

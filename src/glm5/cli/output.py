@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ class Output:
     def result(self, values: Mapping[str, Any]) -> None:
         """The result itself."""
         if self.as_json:
-            print(json.dumps(values, indent=2))
+            print(json.dumps(_plain(values), indent=2, allow_nan=False))
             return
         for key, value in values.items():
             self._print(f"{key}: {value}")
@@ -45,6 +46,15 @@ class Output:
     def _print(self, text: str) -> None:
         # whole lines, and brackets in a path are no markup
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _plain(value: Any) -> Any:
+    """NaN and infinities as strings: visible, and valid JSON."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cell(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from glm5.errors import ConfigError
 from glm5.lora.attach import LoraSpec, attach_lora
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
 from glm5.train.chat import ChatTokenizer, load_tokenizer, tokenize_chats
+from glm5.train.claim import claimed
 from glm5.train.data import iter_chats
 from glm5.train.loop import TrainLoop
 from glm5.train.metrics import MetricsLog
@@ -62,8 +64,11 @@ def train(
         step. DivergedError: the loss is no longer a number.
     """
     ensure_distributed(default_device(), parallel_layout(run))
-    if not is_writer():
-        say = _say_nothing
+    with claimed(run.output.dir) if is_writer() else nullcontext():
+        return _train(run, say if is_writer() else _say_nothing, quiet)
+
+
+def _train(run: RunConfig, say: Callable[[str], None], quiet: bool) -> TrainResult:
     folder = hf_folder(run.model.path)
     resume_step = find_resume_step(run)
     glm5 = Glm5Config.from_hf(folder)

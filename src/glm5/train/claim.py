@@ -1,0 +1,32 @@
+"""One run at a time in an output folder."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from glm5.errors import ConfigError
+
+_LOCK_FILE = ".lock"
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Holds `folder` for this process; the claim ends with the process, however it ends.
+
+    Raises:
+        ConfigError: another process trains into the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                "another process is training into the output folder",
+                got=folder,
+                remedy="wait for it, or choose another output.dir",
+            ) from error
+        yield
