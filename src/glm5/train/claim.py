@@ -9,8 +9,6 @@ from pathlib import Path
 
 from glm5.errors import ConfigError
 
-_LOCK_FILE = ".lock"
-
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
@@ -19,8 +17,9 @@ def claimed(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: another process trains into the folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK_FILE).open("w") as file:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # beside the folder, which appears only when there is something to keep
+    with folder.with_name(f".{folder.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
