@@ -17,7 +17,7 @@ from glm5.export.check import ExportCheck, check_logits
 from glm5.export.factors import adapter_factors
 from glm5.model.transformer_config import torch_dtype
 from glm5.parity.hf_side import set_latent_eps
-from glm5.parity.logits import hf_logits, mcore_logits, probe_tokens
+from glm5.parity.logits import paired_logits, probe_tokens
 
 
 def export_adapter(model: GPTModel, record: CheckpointRecord, out_dir: Path) -> list[ExportCheck]:
@@ -47,11 +47,9 @@ def export_adapter(model: GPTModel, record: CheckpointRecord, out_dir: Path) -> 
             peft_model = load_peft_model(folder, readable)
         set_latent_eps(peft_model.get_base_model(), glm5)
         token_ids = probe_tokens(glm5)
-        check = check_logits(
-            "transformers + peft",
-            hf_logits(peft_model, token_ids),
-            mcore_logits(model, token_ids),
-        )
+        # PEFT put its layers into the base model
+        ours, theirs = paired_logits(model, peft_model.get_base_model(), token_ids)
+        check = check_logits("transformers + peft", theirs, ours)
         _move_up(folder, staging)
     return [check]
 

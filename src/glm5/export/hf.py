@@ -17,7 +17,7 @@ from glm5.checkpoint.safetensors_writer import SafetensorsWriter
 from glm5.config import Glm5Config
 from glm5.export.check import ExportCheck, check_logits
 from glm5.parity.hf_side import load_reference
-from glm5.parity.logits import hf_logits, mcore_logits, probe_tokens
+from glm5.parity.logits import paired_logits, probe_tokens
 
 
 def export_hf(
@@ -47,11 +47,8 @@ def export_hf(
             add_small_files(writer, checkpoint / HF_FOLDER, glm5)
         token_ids = probe_tokens(glm5)
         reference = load_reference(folder, glm5, next(model.parameters()).device)
-        check = check_logits(
-            "transformers on the exported folder",
-            hf_logits(reference, token_ids),
-            mcore_logits(model, token_ids),
-        )
+        ours, theirs = paired_logits(model, reference, token_ids)
+        check = check_logits("transformers on the exported folder", theirs, ours)
         for file in folder.iterdir():
             file.rename(staging / file.name)
         folder.rmdir()

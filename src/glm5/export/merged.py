@@ -19,7 +19,7 @@ from glm5.errors import CheckFailedError
 from glm5.export.check import ExportCheck, check_logits, share_lost
 from glm5.export.factors import adapter_factors
 from glm5.parity.hf_side import load_reference
-from glm5.parity.logits import hf_logits, mcore_logits, probe_tokens
+from glm5.parity.logits import mcore_logits, paired_logits, probe_tokens
 
 # Rounding to bf16 costs a small adapter some of its effect; past this the merge is pointless.
 MAX_SHARE_LOST = 0.5
@@ -66,14 +66,14 @@ def _check(model: GPTModel, base: Path, folder: Path) -> list[ExportCheck]:
     glm5 = Glm5Config.from_hf(folder)
     token_ids = probe_tokens(glm5)
     device = next(model.parameters()).device
-    reference = hf_logits(load_reference(folder, glm5, device), token_ids)
-    merged = mcore_logits(load_model(folder, dtype="float32"), token_ids)
-    checks = [check_logits("transformers on the merged folder", reference, merged)]
-    adapted = mcore_logits(model, token_ids)
+    reference = load_reference(folder, glm5, device)
+    merged, theirs = paired_logits(load_model(folder, dtype="float32"), reference, token_ids)
+    checks = [check_logits("transformers on the merged folder", theirs, merged)]
+    adapted, theirs = paired_logits(model, reference, token_ids)
     if glm5.dtype == "float32":
-        return [*checks, check_logits("merged against adapter", reference, adapted)]
+        return [*checks, check_logits("merged against adapter", theirs, adapted)]
     plain = mcore_logits(load_model(base, dtype="float32"), token_ids)
-    lost = share_lost(reference, adapted, plain)
+    lost = share_lost(theirs, adapted, plain)
     if not lost <= MAX_SHARE_LOST:
         raise CheckFailedError(
             f"{glm5.dtype} is too coarse to hold this adapter",

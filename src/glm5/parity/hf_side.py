@@ -148,7 +148,9 @@ def _indexer_hooks(
         assert spy.scores is not None
         seen.scores[index] = spy.scores[0].float()
         seen.selected[index] = output[0] + offset
-        return None if selected is None else _padded(selected[index] - offset)[None]
+        if selected is None or index not in selected:
+            return None
+        return _padded(selected[index] - offset)[None]
 
     return [
         indexer.register_forward_pre_hook(before),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from glm5.config import Glm5Config
 from glm5.model.forward import logits
+from glm5.parity.pair import observe_pair
 from glm5.parity.tokens import draw_tokens
 
 
@@ -26,7 +27,12 @@ def mcore_logits(model: GPTModel, token_ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def hf_logits(model: Any, token_ids: Tensor) -> Tensor:
-    """[t, vocab] fp32 on the CPU, of a `transformers` or PEFT model."""
+def paired_logits(model: GPTModel, reference: Any, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """([t, vocab], [t, vocab]) fp32 on the CPU, of a glm5 and a `transformers` model.
+
+    `transformers` runs on our selection as far as its own choice differs by ties alone.
+    """
     device = next(model.parameters()).device
-    return model(input_ids=token_ids.to(device)[None], use_cache=False).logits[0].float().cpu()
+    token_ids = token_ids.to(device)
+    pair = observe_pair(model, reference, token_ids, [token_ids.numel()], gradients=False)
+    return pair.ours.logits.float().cpu(), pair.theirs.logits.float().cpu()
