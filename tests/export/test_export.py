@@ -12,6 +12,7 @@ from glm5.export.export import export
 from glm5.parity.hf_side import load_reference
 from tests.export.conftest import TrainedRun
 from tests.exported import config_of, distance, trained_logits, transformers_logits
+from tests.tiny_models import TinyFolder
 
 EPS = 1e-2
 FULL = {"lora": None, "optimizer": {"lr": 1e-3}}
@@ -50,6 +51,27 @@ def test_a_base_that_is_gone_is_named(trained_run: TrainedRun, tmp_path: Path) -
     base = Path(text.split('"base": "')[1].split('"')[0])
     record.write_text(text.replace(str(base), "/no/such/base"))
     with pytest.raises(CheckpointError, match=r"no such checkpoint(?s:.*)/no/such/base"):
+        export(run_dir, tmp_path / "out", "adapter")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("file", "what"), [("config.json", "config"), ("*-00002-*", "weights")])
+def test_a_base_that_changed_is_refused(
+    trained_run: TrainedRun,
+    tiny_folder: TinyFolder,
+    tmp_path: Path,
+    file: str,
+    what: str,
+) -> None:
+    run_dir = Path(shutil.copytree(trained_run("5", {}), tmp_path / "run"))
+    base = Path(shutil.copytree(tiny_folder("5"), tmp_path / "base"))
+    (record,) = run_dir.rglob("glm5.json")
+    record.write_text(record.read_text().replace(str(tiny_folder("5")), str(base)))
+    (changed,) = base.glob(file)
+    content = bytearray(changed.read_bytes())
+    content[-2] ^= 1
+    changed.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match=f"(?s)not what the adapter was trained on.*{what}"):
         export(run_dir, tmp_path / "out", "adapter")
     assert not (tmp_path / "out").exists()
 

@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from glm5.checkpoint.ckpt_dir import step_folder
+from glm5.checkpoint.fingerprint import base_fingerprints
 from glm5.checkpoint.hf_folder import hf_folder
 from glm5.errors import LayoutError
 from glm5.lora.attach import adapted_modules, base_name
@@ -127,7 +128,8 @@ def start(job: Job, data: PackedDataset | None = None) -> TrainLoop:
 
 def save(job: Job, loop: TrainLoop) -> None:
     run = job.run_config()
-    record = checkpoint_record(run, loop.state.model.module, LAST_STEP)
+    inputs = base_fingerprints(job.hf_dir)
+    record = checkpoint_record(run, loop.state.model.module, LAST_STEP, inputs)
     loop.state.save(job.out_dir, record, job.hf_dir, keep=2)
 
 

@@ -206,3 +206,29 @@ def test_a_damaged_checkpoint_is_not_resumed(
         (mcore.parent / "glm5.json").unlink()
     with pytest.raises(CheckpointError, match=str(mcore.parent)):
         train(make_run(tiny_folder("5"), copied), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("model-00002-of-00006.safetensors", "base weights"),
+        ("config.json", "config.json"),
+        ("chat_template.jinja", "chat template"),
+        ("data/train.jsonl", "data.train"),
+    ],
+)
+def test_changed_files_are_not_resumed_on(
+    tiny_folder: TinyFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    what: str,
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder("5"), tmp_path / "hf"))
+    run = make_run(folder, tmp_path / "run")
+    interrupted(run, 1, monkeypatch)
+    content = bytearray((folder / file).read_bytes())
+    content[-2] ^= 1
+    (folder / file).write_bytes(bytes(content))
+    with pytest.raises(ConfigError, match=f"(?s)files changed.*{what}"):
+        train(run, quiet=True)

@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from glm5.checkpoint.ckpt_dir import HF_FOLDER, read_record, saved_steps, step_folder
 from glm5.config import Glm5Config
-from glm5.errors import AdapterError, ConfigError, DataError
+from glm5.errors import AdapterError, CheckpointError, ConfigError, DataError
+from glm5.train.chat import check_vocabulary
 from glm5.train.metrics import read_metrics
 from glm5.train.packing import PackedDataset
 from glm5.train.run import describe_data, describe_model, find_resume_step, train
+from tests.hf_folders import rewrite
 from tests.tiny_models import TinyFolder
 from tests.training import all_finite, run_config, write_few_chats
 
@@ -131,3 +134,24 @@ def test_what_is_said_of_the_model_counts_what_trains(tiny_folder: TinyFolder) -
     model = nn.Sequential(nn.Linear(10, 100, bias=False), nn.Linear(3, 5))
     model[0].requires_grad_(False)
     assert describe_model(model) == "model: 1,020 parameters, 20 of them train, on cpu"
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(
+    tiny_folder: TinyFolder, tmp_path: Path, no_model: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("glm5.train.run.check_vocabulary", lambda c, v: check_vocabulary(c, 100))
+    with pytest.raises(DataError, match=r"(?s)train\.jsonl:1.*ids below vocab_size = 100"):
+        train(run_config(tiny_folder("5"), tmp_path / "run"), quiet=True)
+
+
+def test_a_router_that_bf16_cannot_hold_is_not_rounded(
+    tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    def widen(tensors: dict[str, Tensor]) -> None:
+        name = "model.layers.1.mlp.gate.weight"
+        tensors[name] = tensors[name].float() + 1e-4
+
+    folder = rewrite(tiny_folder("5", dtype="bfloat16"), tmp_path / "hf", widen)
+    run = run_config(folder, tmp_path / "run", model={"dtype": "bfloat16"})
+    with pytest.raises(CheckpointError, match=r"mlp\.gate\.weight(?s:.*)would be rounded"):
+        train(run, quiet=True)

@@ -52,6 +52,8 @@ class CheckpointRecord(BaseModel):
     """Adapters only: the Hugging Face folder or repository of the base weights."""
     lora: LoraRecord | None = None
     """Adapters only."""
+    inputs: dict[str, str] = {}
+    """Fingerprints of the files that the run was started from, by what they are."""
     run: dict[str, Any] | None = None
     """The run that wrote it, as nested tables; None for a converted checkpoint."""
 

@@ -39,7 +39,8 @@ def load_model(
 
     Starts a process group and Megatron's parallel state of one process unless they exist. `backend`
     defaults to the device's, `dtype` ("float32", "bfloat16") to the checkpoint's, `device` to the
-    GPU where there is one. FP8 weights are dequantised. Without `dtype` nothing is rounded.
+    GPU where there is one. FP8 weights are dequantised. In the checkpoint's dtype nothing is
+    rounded.
 
     Raises:
         ConfigError, CheckpointError, BackendError, LayoutError: see what each says.
@@ -68,7 +69,9 @@ def load_model(
         )
         rules = glm5_rules(glm5, include_mtp=include_mtp)
         unused = () if include_mtp else mtp_hf_names(glm5)
-        load_hf_weights(model, reader, rules, unused=unused, exact=dtype is None, progress=progress)
+        load_hf_weights(
+            model, reader, rules, unused=unused, exact=_is_own(glm5, dtype), progress=progress
+        )
     return model.eval()
 
 
@@ -95,3 +98,8 @@ def build_for(
         **options,
     )
     return build_model(config)
+
+
+def _is_own(glm5: Glm5Config, dtype: torch.dtype | str | None) -> bool:
+    """Whether the checkpoint's own dtype is meant; then its values must all fit it."""
+    return dtype is None or torch_dtype(dtype) == getattr(torch, glm5.dtype)

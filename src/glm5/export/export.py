@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from glm5.checkpoint.atomic import check_is_free
-from glm5.checkpoint.ckpt_dir import find_checkpoint, read_record
+from glm5.checkpoint.ckpt_dir import CheckpointRecord, find_checkpoint, read_record
+from glm5.checkpoint.fingerprint import CONFIG, WEIGHTS, base_fingerprints, changed_inputs
+from glm5.checkpoint.hf_folder import hf_folder
 from glm5.errors import CheckpointError
 from glm5.export.adapter import export_adapter
 from glm5.export.check import ExportCheck
@@ -29,6 +31,7 @@ def export(checkpoint: Path, out_dir: Path, form: Form) -> list[ExportCheck]:
     record = read_record(checkpoint)
     check_is_free(out_dir)
     _check_form(checkpoint, record.kind, form)
+    _check_base(record)
     # the comparison is in fp32; written values keep the dtype that they trained in
     model = restore_model(checkpoint, record, dtype="float32")
     if form == "adapter":
@@ -36,6 +39,19 @@ def export(checkpoint: Path, out_dir: Path, form: Form) -> list[ExportCheck]:
     if form == "merged":
         return export_merged(model, record, out_dir)
     return export_hf(model, record, checkpoint, out_dir)
+
+
+def _check_base(record: CheckpointRecord) -> None:
+    """The logits are compared on the base, so that a changed one would agree with itself."""
+    if record.base is None:
+        return
+    now = base_fingerprints(hf_folder(record.base))
+    if changed := changed_inputs(record.inputs, {name: now[name] for name in (WEIGHTS, CONFIG)}):
+        raise CheckpointError(
+            f"{record.base} is not what the adapter was trained on",
+            got=f"changed: {', '.join(changed)}",
+            remedy="put the base back as it was",
+        )
 
 
 def _check_form(checkpoint: Path, kind: str, form: Form) -> None:

@@ -50,7 +50,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever a config or tokenizer file of another kind provokes
         raise DataError(f"{path}: cannot load the tokenizer", got=error) from error
     return tokenizer
 
@@ -252,3 +252,19 @@ def tokenize_chats(chats: Iterable[Chat], chat_tokenizer: ChatTokenizer) -> list
             remedies.append(error.remedy)
     problems.raise_if_any("chats that cannot be tokenised", next(filter(None, remedies), None))
     return tokenized
+
+
+def check_vocabulary(chats: Iterable[TokenizedChat], vocab_size: int) -> None:
+    """Every token must have a row in the embedding.
+
+    Raises:
+        DataError: a token id of at least vocab_size.
+    """
+    for chat in chats:
+        if (largest := int(chat.input_ids.max())) >= vocab_size:
+            raise DataError(
+                f"{chat.source}: the tokenizer gives ids that the model does not have",
+                got=f"id {largest}",
+                expected=f"ids below vocab_size = {vocab_size}",
+                remedy="use the tokenizer that belongs to the checkpoint",
+            )

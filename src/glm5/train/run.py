@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,18 @@ from glm5.checkpoint.ckpt_dir import (
     saved_steps,
     step_folder,
 )
+from glm5.checkpoint.fingerprint import (
+    base_fingerprints,
+    changed_inputs,
+    files_fingerprint,
+)
 from glm5.checkpoint.hf_folder import hf_folder
 from glm5.checkpoint.load import load_model
 from glm5.config import Glm5Config
-from glm5.errors import ConfigError
+from glm5.errors import ConfigError, DataError
 from glm5.lora.attach import LoraSpec, attach_lora
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
-from glm5.train.chat import ChatTokenizer, load_tokenizer, tokenize_chats
+from glm5.train.chat import ChatTokenizer, check_vocabulary, load_tokenizer, tokenize_chats
 from glm5.train.claim import claimed
 from glm5.train.data import iter_chats
 from glm5.train.loop import TrainLoop
@@ -71,6 +76,9 @@ def train(
 def _train(run: RunConfig, say: Callable[[str], None], quiet: bool) -> TrainResult:
     folder = hf_folder(run.model.path)
     resume_step = find_resume_step(run)
+    inputs = input_fingerprints(run, folder)
+    if resume_step:
+        check_inputs(step_folder(run.output.dir, resume_step), inputs)
     glm5 = Glm5Config.from_hf(folder)
     train_data, eval_data = load_datasets(run, folder, glm5)
     say(describe_data("train", train_data))
@@ -86,7 +94,7 @@ def _train(run: RunConfig, say: Callable[[str], None], quiet: bool) -> TrainResu
     loop = TrainLoop(state, train_data, eval_data, run.train, shuffle=run.data.shuffle)
 
     def save(step: int) -> Path:
-        record = checkpoint_record(run, model, step)
+        record = checkpoint_record(run, model, step, inputs)
         return state.save(run.output.dir, record, folder, run.train.keep)
 
     log = _metrics_log(run, resume_step + 1, quiet)
@@ -144,6 +152,7 @@ def load_datasets(
         load_tokenizer(folder), glm5.eos_token_id, run.data.chat_template_args
     )
     chats = tokenize_chats(iter_chats(run.data.train, max_samples=run.data.max_samples), tokenizer)
+    check_vocabulary(chats, glm5.vocab_size)
     train_data = PackedDataset(
         chats,
         run.data.seq_length,
@@ -154,6 +163,7 @@ def load_datasets(
     if run.data.eval is None:
         return train_data, None
     eval_chats = tokenize_chats(iter_chats(run.data.eval), tokenizer)
+    check_vocabulary(eval_chats, glm5.vocab_size)
     return train_data, PackedDataset(eval_chats, run.data.seq_length, too_long=run.data.too_long)
 
 
@@ -204,7 +214,35 @@ def lora_spec(run: RunConfig) -> LoraSpec:
     )
 
 
-def checkpoint_record(run: RunConfig, model: GPTModel, step: int) -> CheckpointRecord:
+def input_fingerprints(run: RunConfig, folder: Path) -> dict[str, str]:
+    """Of the base and the data of a run."""
+    data = {"data.train": run.data.train, "data.eval": run.data.eval or ()}
+    missing = [str(path) for paths in data.values() for path in paths if not path.is_file()]
+    if missing:
+        raise DataError("no such data file", got=", ".join(missing))
+    return base_fingerprints(folder) | {
+        name: files_fingerprint(paths) for name, paths in data.items()
+    }
+
+
+def check_inputs(checkpoint: Path, inputs: Mapping[str, str]) -> None:
+    """A resumed run must find what it was started from.
+
+    Raises:
+        ConfigError: the base, the tokenizer or the data changed since `checkpoint`.
+    """
+    if changed := changed_inputs(read_record(checkpoint).inputs, inputs):
+        raise ConfigError(
+            "files changed since the run was started",
+            got=f"changed: {', '.join(changed)}",
+            expected=f"the files that {checkpoint} was trained on",
+            remedy="put them back, or choose another output.dir",
+        )
+
+
+def checkpoint_record(
+    run: RunConfig, model: GPTModel, step: int, inputs: dict[str, str]
+) -> CheckpointRecord:
     """What the checkpoint of `step` says about itself."""
     lora = run.lora
     return CheckpointRecord(
@@ -217,6 +255,7 @@ def checkpoint_record(run: RunConfig, model: GPTModel, step: int) -> CheckpointR
         lora=LoraRecord(rank=lora.rank, alpha=lora.alpha, targets=list(lora.targets))
         if lora
         else None,
+        inputs=inputs,
         run=run.to_toml_dict(),
     )
 
