@@ -21,7 +21,7 @@ from glm5.checkpoint.adapter_io import (
     write_peft_adapter,
 )
 from glm5.config import Glm5Config
-from glm5.errors import AdapterError, CheckpointError
+from glm5.errors import AdapterError, CheckpointError, ConfigError
 
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers", minversion="5.13")
@@ -439,6 +439,15 @@ def test_missing_peft_has_a_remedy(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(AdapterError, match="pip install"):
         load_peft_model(tmp_path, hf_dir, config)
+
+
+def test_a_model_that_transformers_computes_otherwise_is_refused(
+    hf_dir: Path, config: Glm5Config, tmp_path: Path
+) -> None:
+    write(tmp_path / "adapter", make_factors(config, KINDS["q_a_proj"]), config)
+    half_split = config.model_copy(update={"indexer_rope_interleave": False})
+    with pytest.raises(ConfigError, match="indexer_rope_interleave"):
+        load_peft_model(tmp_path / "adapter", hf_dir, half_split)
 
 
 # --- folders that cannot be read ---

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,18 @@ def test_no_process_is_started(
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", started)
     save_sharded(tmp_path, {"w": sharded()})
     assert (tmp_path / ".metadata").is_file()
+
+
+def test_a_disk_that_takes_no_more_is_told(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    state = {"w": sharded("w", torch.zeros(1 << 20))}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written(?s:.*)make room") as caught:
+            save_sharded(tmp_path, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "GiB free there" in str(caught.value.got)
 
 
 def test_another_set_of_tensors_is_refused(saved: Path) -> None:

@@ -44,6 +44,17 @@ def test_a_folder_in_use_is_left_alone(
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_place_among_the_runs_steps_is_refused(trained_run: TrainedRun, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(trained_run("5", {}), tmp_path / "run"))
+    steps = run_dir / "checkpoints"
+    before = sorted(steps.rglob("*"))
+    (tmp_path / "link").symlink_to(steps)
+    for out in (steps / "step-00000099", tmp_path / "link" / "x", *steps.glob("step-*")):
+        with pytest.raises(CheckpointError, match=r"inside the checkpoint|not an empty folder"):
+            export(run_dir, out, "adapter")
+    assert sorted(steps.rglob("*")) == before
+
+
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         export(tmp_path, tmp_path / "out", "adapter")

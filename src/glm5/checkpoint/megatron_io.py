@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +39,8 @@ _INDEX_GLOBALS = {
     "collections": {"OrderedDict"},
 }
 _INDEX_FILE = ".metadata"
-# A damaged or foreign file surfaces as any of these from inside Megatron and torch.
-_LOAD_ERRORS = (
+# A full disk, a damaged or a foreign file surfaces as any of these from inside Megatron and torch.
+_FILE_ERRORS = (
     dist_checkpointing.core.CheckpointingException,
     dist_checkpoint.CheckpointException,
     OSError,
@@ -52,13 +53,25 @@ def save_sharded(folder: Path, state: dict[str, Any]) -> None:
     """Writes `state` (sharded tensors and plain values) into the empty `folder`; collective.
 
     On a CPU no tensor is copied, on a GPU all of them are brought to the host at once.
+
+    Raises:
+        CheckpointError: the files cannot be written, on this rank or another.
     """
     apply_factories(state)
     for value in nested_values(state):
         if isinstance(value, ShardedTensor) and value.data.is_cpu:
             value.data = _with_own_storage(value.data)
-    with _results_in_process():
-        dist_checkpointing.save(state, str(folder))
+    try:
+        with _results_in_process():
+            dist_checkpointing.save(state, str(folder))
+    except _FILE_ERRORS as error:
+        # Megatron's writers do not pass on what the system said
+        free = shutil.disk_usage(folder).free / 2**30
+        raise CheckpointError(
+            f"{folder} cannot be written",
+            got=f"{_reason(error)}; {free:.2f} GiB free there",
+            remedy="make room or choose another folder; checkpoints saved before are as they were",
+        ) from error
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
@@ -89,7 +102,7 @@ def load_sharded(
             loaded, missing, unexpected = dist_checkpointing.load(
                 state, str(folder), strict=dist_checkpointing.validation.StrictHandling.RETURN_ALL
             )
-    except _LOAD_ERRORS as error:
+    except _FILE_ERRORS as error:
         raise CheckpointError(
             f"{folder} cannot be loaded",
             got=_reason(error),

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
 
+from glm5.checkpoint.atomic import remove_partials
 from glm5.checkpoint.ckpt_dir import (
+    STEPS_FOLDER,
     CheckpointRecord,
     LoraRecord,
     read_record,
@@ -75,6 +77,8 @@ def train(
 
 def _train(run: RunConfig, say: Callable[[str], None], quiet: bool) -> TrainResult:
     folder = hf_folder(run.model.path)
+    if is_writer():
+        remove_partials(run.output.dir / STEPS_FOLDER)
     resume_step = find_resume_step(run)
     inputs = input_fingerprints(run, folder)
     if resume_step:
