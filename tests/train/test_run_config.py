@@ -1,5 +1,6 @@
 """The run file: defaults, overrides, and an error for everything that cannot be right."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from glm5.train.run_config import (
     RunConfig,
 )
 from glm5.train.run_errors import known_names
+from glm5.train.template import RESERVED_ARGS
 
 MINIMAL = """
 [model]
@@ -199,6 +201,21 @@ def test_values_at_the_bounds_are_good(tmp_path: Path) -> None:
         "lora.rank=1",
     ]
     assert RunConfig.from_toml(write(tmp_path), overrides).optimizer.warmup_steps == 9
+
+
+def test_arguments_of_transformers_are_no_template_variables(tmp_path: Path) -> None:
+    message = failure(
+        write(tmp_path), "data.chat_template_args={max_length = 8, enable_thinking = false}"
+    )
+    assert "data (from --set): chat_template_args has max_length, which transformers" in message
+    assert "enable_thinking" not in message
+
+
+def test_every_argument_of_transformers_is_reserved() -> None:
+    from transformers import PreTrainedTokenizerBase
+
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    assert {*parameters} - {"self", "kwargs"} <= {*RESERVED_ARGS}
 
 
 def test_min_lr_of_a_constant_schedule_would_do_nothing(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from pydantic import (
 from glm5.errors import ConfigError
 from glm5.train.overrides import flatten, merge_tables, parse_override
 from glm5.train.run_errors import describe_errors
+from glm5.train.template import RESERVED_ARGS
 
 AttentionTarget = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 MlpTarget = Literal["gate_proj", "up_proj", "down_proj"]
@@ -114,6 +115,16 @@ class DataSection(_Section):
     """What happens to a chat of more than seq_length tokens; cuts and skips are counted."""
     chat_template_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables handed to the chat template, such as clear_thinking = false."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        taken = [name for name in self.chat_template_args if name in RESERVED_ARGS]
+        if taken:
+            raise ValueError(
+                f"chat_template_args has {', '.join(taken)}, which transformers takes for itself; "
+                "expected names that the chat template reads"
+            )
+        return self
 
 
 class LoraSection(_Section):
