@@ -186,6 +186,17 @@ def test_every_problem_is_listed_with_name_got_and_expected(tmp_path: Path) -> N
         ("train.eval_every=1", "needs data.eval"),
         ("train.resume=yes", "'auto', 'never' or 'must'"),
         ("train.seed=-1", "greater than or equal to 0"),
+        ("train.seed=4294967296", "less than 4294967296"),
+        ("train.steps=100000000", "less than 100000000"),
+        ("train.steps=" + "[" * 5000, "expected a valid integer"),
+        ("layout.layers_per_stage=[]", "a list that is not empty"),
+        (
+            "layout.layers_per_stage=[3, 0]",
+            "layers_per_stage.1 (from --set): got 0, expected great",
+        ),
+        ("data.chat_template_args.day=1979-05-27", "a string, a number, a boolean, a list or"),
+        ("output.dir=~nosuchuser/x", "no path can be made of this"),
+        ('output.dir="a\\u0000b"', "no path can be made of this"),
     ],
 )
 def test_wrong_value_is_refused(tmp_path: Path, override: str, reason: str) -> None:

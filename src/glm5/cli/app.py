@@ -52,7 +52,7 @@ def demo(
 def tiny(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
     variant: Annotated[Variant, typer.Option(help="Which model it is shaped like.")],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data, below 2**32.")] = 0,
     json: Json = False,
 ) -> None:
     """Write a tiny Hugging Face checkpoint with random weights, a tokenizer and chat data."""

@@ -69,6 +69,10 @@ Paths = Annotated[tuple[Path, ...], BeforeValidator(_one_or_many), Field(min_len
 OnePath = Annotated[Path, BeforeValidator(_to_path)]
 LoraTargets = Annotated[tuple[LoraTarget, ...], BeforeValidator(_to_tuple), Field(min_length=1)]
 
+LayersPerStage = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_to_tuple), Field(min_length=1)
+]
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(
@@ -156,7 +160,7 @@ class LayoutSection(_Section):
     """Context parallel ranks: they share the tokens of a row."""
     ep: Annotated[int, Field(ge=1)] = 1
     """Expert parallel ranks: they share the routed experts."""
-    layers_per_stage: Annotated[tuple[int, ...], BeforeValidator(_to_tuple)] | None = None
+    layers_per_stage: LayersPerStage | None = None
     """Decoder layers of each pipeline stage; absent: the most even split that IndexShare allows."""
 
 
@@ -194,8 +198,8 @@ class OptimizerSection(_Section):
 class TrainSection(_Section):
     """`[train]`: how long, how much at a time, and what is kept."""
 
-    steps: Annotated[int, Field(ge=1)]
-    """Optimizer steps in all; a cosine or linear schedule ends here [steps]."""
+    steps: Annotated[int, Field(ge=1, lt=10**8)]
+    """Optimizer steps in all, of up to eight digits; the schedule ends here [steps]."""
     global_batch_size: Annotated[int, Field(ge=1)]
     """Packed rows per optimizer step, over all ranks [rows]."""
     micro_batch_size: Annotated[int, Field(ge=1)] = 1
@@ -345,8 +349,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot read the run file", got=error.strerror) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8", got=f"byte offset {error.start}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML", got=error) from None
+
+
+def _absolute(value: str, folder: Path) -> str:
+    try:
+        return str((folder / Path(value).expanduser()).resolve())
+    except (ValueError, RuntimeError) as error:  # a null character; a ~user that nobody is
+        raise ConfigError("no path can be made of this", got=f"{value!r}: {error}") from None
 
 
 def _resolve_paths(tables: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -356,7 +367,7 @@ def _resolve_paths(tables: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         # An empty string is a mistake, not a name for the folder itself.
         if not isinstance(value, str) or not value:
             return value
-        return str((folder / Path(value).expanduser()).resolve())
+        return _absolute(value, folder)
 
     def resolve_model(value: Any) -> Any:
         # A name such as zai-org/GLM-5 is a folder only where that folder exists.
