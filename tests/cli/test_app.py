@@ -67,7 +67,6 @@ def test_every_verb_explains_itself_and_reports_as_json(glm5: Glm5, verb: str) -
         ["tiny"],
         ["tiny", "folder"],
         ["tiny", "folder", "--variant", "4"],
-        ["tiny", "folder", "--variant", "5", "--seed", "-1"],
         ["export", "a", "b"],
         ["export", "a", "b", "--as", "pickle"],
         ["train"],
