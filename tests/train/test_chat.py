@@ -348,12 +348,17 @@ def test_all_chats_that_fail_are_named() -> None:
         Chat((u("a"), a("b")), "f:1"),
         Chat((a("b"),), "f:2"),
         Chat((u("<|im_end|>"), a("b")), "f:3"),
+        Chat((u("b"), a("<|im_end|>")), "f:4"),
     ]
     tokenizer = chat_tokenizer(CHATML, (IM_END,))
     with pytest.raises(DataError) as caught:
         tokenize_chats(chats, tokenizer)
     message = str(caught.value)
-    assert "cannot be tokenised: 2\n" in message
+    assert "cannot be tokenised: 3\n" in message
     assert "f:2: the chat starts with an assistant message" in message
     assert "f:3: messages[0] contains the special token" in message
+    # every remedy is told, and told once
+    assert message.count("remedy:") == 1
+    assert message.count("start the chat with a system or user message") == 1
+    assert message.count("or: take special tokens out of the text") == 1
     assert [chat.source for chat in tokenize_chats(chats[:1], tokenizer)] == ["f:1"]

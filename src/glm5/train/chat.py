@@ -199,14 +199,16 @@ def tokenize_chats(chats: Iterable[Chat], chat_tokenizer: ChatTokenizer) -> list
         DataError: one that lists every chat that cannot be tokenised, with its file and line;
             or what the chats' reader raises.
     """
-    problems, tokenized, remedies = Problems(), [], []
+    problems, tokenized = Problems(), []
+    remedies: dict[str, None] = {}  # in the order of the problems, each once
     for chat in chats:
         try:
             tokenized.append(chat_tokenizer(chat.messages, chat.source, chat.tools))
         except DataError as error:
             problems.add(chat.source, error.what)
-            remedies.append(error.remedy)
-    problems.raise_if_any("chats that cannot be tokenised", next(filter(None, remedies), None))
+            if error.remedy is not None:
+                remedies[error.remedy] = None
+    problems.raise_if_any("chats that cannot be tokenised", "\n    or: ".join(remedies) or None)
     return tokenized
 
 

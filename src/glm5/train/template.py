@@ -145,7 +145,7 @@ class ChatTemplate:
         if re.search(rf"\b{name}\b", self._source(tools)) is None:
             raise DataError(
                 f"the chat template does not read {name}, so that {where} would be lost",
-                remedy=f"use a tokenizer whose chat template reads {name}, or remove {where}",
+                remedy=f"use a tokenizer whose chat template reads {name}, or take {name} out",
             )
 
     def _check_text(self, value: Any, where: str) -> None:
