@@ -58,12 +58,6 @@ def test_what_divides_is_taken_over(layout: Layout) -> None:
     assert config.expert_model_parallel_size == layout.ep
 
 
-def test_the_indexer_trains_on_whole_heads_only() -> None:
-    with pytest.raises(LayoutError, match=r"(?s)all heads.*0\.5 with tp 2.*freeze the indexer"):
-        configure(Layout(tp=2), indexer_loss_coeff=0.5)
-    configure(Layout(pp=2, cp=2, ep=2), indexer_loss_coeff=0.5)
-
-
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2)])
 def test_the_mtp_layer_is_not_split(layout: Layout) -> None:
     with pytest.raises(LayoutError, match="MTP layer"):
