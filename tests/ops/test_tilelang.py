@@ -78,9 +78,11 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules[MODULE]
 
 
-def _attend(function: Any, q: Tensor, kv: Tensor, indices: Tensor, d_v: int) -> list[Tensor]:
+def _attend(
+    function: Any, q: Tensor, kv: Tensor, indices: Tensor, d_v: int, scale: float = SCALE
+) -> list[Tensor]:
     q, kv = (x.detach().clone().requires_grad_() for x in (q, kv))
-    out, lse = function(q, kv, indices, SCALE, d_v)
+    out, lse = function(q, kv, indices, scale, d_v)
     grad = torch.arange(out.numel(), dtype=out.dtype, device=out.device).view_as(out).sin()
     return [out.detach(), lse, *torch.autograd.grad(out, (q, kv), grad)]
 
@@ -165,34 +167,41 @@ def test_a_missing_package_is_reported_with_its_remedy(monkeypatch: pytest.Monke
     assert "pip install tilelang" in report["tilelang"].reason
 
 
+def _long_selection(t: int) -> Tensor:
+    """GLM-5's topk, with which the benchmark runs too: kernels are compiled for each topk."""
+    indices = oracles.random_selection(t, t, 128)
+    return torch.nn.functional.pad(indices, (0, 2048 - 128), value=-1).cuda()
+
+
 @pytest.mark.gpu
 @needs_tilelang
 @pytest.mark.parametrize("h", [8, 64])
 def test_the_kernels_agree_with_ours(h: int) -> None:
-    """Errors against exact arithmetic are at most twice those of our fused kernels, or the reverse.
+    """Neither's error against exact arithmetic is more than twice the other's.
 
-    A negative control: with another scale they are far apart.
+    A negative control: with other keys they are far apart.
     """
-    t, d_qk, d_v = 300, 576, 512
+    t, d_qk, d_v, scale = 300, 576, 512, 1 / 16
     q, kv = (torch.randn(s, device="cuda").bfloat16() for s in ((t, h, d_qk), (t, d_qk)))
-    indices = oracles.random_selection(t, t, 128).cuda()
-    exact = _attend(torch_backend.sparse_mla, q.float(), kv.float(), indices, d_v)
-    ours = _attend(get_backend("triton").sparse_mla, q, kv, indices, d_v)
-    theirs = _attend(get_backend("tilelang").sparse_mla, q, kv, indices, d_v)
+    indices = _long_selection(t)
+    exact = _attend(torch_backend.sparse_mla, q.float(), kv.float(), indices, d_v, scale)
+    ours = _attend(get_backend("triton").sparse_mla, q, kv, indices, d_v, scale)
+    theirs = _attend(get_backend("tilelang").sparse_mla, q, kv, indices, d_v, scale)
     for mine, other, true in zip(ours, theirs, exact, strict=True):
         finite = true.isfinite()
         assert torch.equal(other.isfinite(), finite)
         error, bound = ((x.float() - true)[finite].norm() for x in (other, mine))
-        assert error <= 2 * bound + 1e-5 * true[finite].norm()
-        assert bound <= 2 * error + 1e-5 * true[finite].norm()
-    wrong = _attend(get_backend("tilelang").sparse_mla, q, 1.1 * kv, indices, d_v)
+        rounding = 1e-5 * true[finite].norm()
+        assert error <= 2 * bound + rounding
+        assert bound <= 2 * error + rounding
+    wrong = _attend(get_backend("tilelang").sparse_mla, q, 1.1 * kv, indices, d_v, scale)
     assert (wrong[0].float() - exact[0]).norm() > 10 * (theirs[0].float() - exact[0]).norm()
 
 
 @pytest.mark.gpu
 @needs_tilelang
 def test_its_selection_and_loss_agree_with_ours() -> None:
-    t, topk, h_i, d_i = 700, 128, 32, 128
+    t, topk, h_i, d_i, scale = 700, 128, 32, 128, 1 / 16
     starts, ends = (x.cuda() for x in oracles.causal_bounds(300, 1, 399))
     q, k = (torch.randn(s, device="cuda").bfloat16() for s in ((t, h_i, d_i), (t, d_i)))
     weights = torch.randn(t, h_i, device="cuda") * (h_i * d_i) ** -0.5
@@ -202,13 +211,13 @@ def test_its_selection_and_loss_agree_with_ours() -> None:
     ]
     # Sums in another order may swap keys whose scores agree to the last bits.
     assert (selected[0] != selected[1]).any(1).float().mean() < 0.02
-    attention = [torch.randn(s, device="cuda").bfloat16() for s in ((t, 16, 576), (t, 576))]
-    indices = selected[1]
-    _, lse = get_backend("triton").sparse_mla(*attention, indices, 1 / 24, 512)
+    attention = [torch.randn(s, device="cuda").bfloat16() for s in ((t, 64, 576), (t, 576))]
+    indices = _long_selection(t)
+    _, lse = get_backend("triton").sparse_mla(*attention, indices, scale, 512)
     found = []
     for name in ("tilelang", "triton", "torch"):
         leaves = [x.clone().requires_grad_() for x in (q, k, weights)]
-        kl = get_backend(name).indexer_kl(*leaves, *attention, lse, 1 / 24, topk_indices=indices)
+        kl = get_backend(name).indexer_kl(*leaves, *attention, lse, scale, topk_indices=indices)
         found.append([kl.detach(), *torch.autograd.grad(kl.sum(), leaves)])
     for other, mine, true in zip(*found, strict=True):
         for x in (other, mine):

@@ -19,10 +19,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
 HfDir = Annotated[
     str,
     typer.Argument(metavar="HF_DIR", help="Hugging Face folder, or a repository owner/name."),
 ]
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
@@ -143,6 +147,22 @@ def doctor(json: Json = False) -> None:
     from glm5.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(json=json))
+
+
+@bench.command()
+def kernels(
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also time plain PyTorch and Megatron-Core's kernels.")
+    ] = False,
+    roofline: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw a roofline plot to this file.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check, then time the fused kernels on this machine's GPU."""
+    from glm5.cli.bench import run_bench_kernels
+
+    run_bench_kernels(with_peers=peers, roofline=roofline, json=json)
 
 
 def run() -> None:

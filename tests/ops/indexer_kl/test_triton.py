@@ -190,3 +190,27 @@ def test_bf16_error_is_at_most_twice_that_of_plain_pytorch(
         rounding = torch.finfo(torch.bfloat16).eps * true.abs().max()
         my_error, their_error = ((x.double() - true).abs().max() for x in (mine, theirs))
         assert my_error <= 2 * their_error + rounding
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["sparse", "dense"])
+@pytest.mark.parametrize("sizes", [(3, 24, 33, 80), (32, 128, 64, 576)])
+def test_fp32_on_a_gpu_equals_the_reference(form: str, sizes: tuple[int, ...]) -> None:
+    starts, ends = (x.cuda() for x in oracles.causal_bounds(1, 63, 64, 65))
+    t = len(starts)
+    inputs = [x.cuda() for x in _inputs(t, t, *sizes)]
+    inputs[2] *= 0.1
+    keys: dict[str, Any] = {"topk_indices": _selection(t, t, 100).cuda()}
+    mask = torch.zeros(t, t + 1, dtype=torch.bool, device="cuda")
+    indices = keys["topk_indices"].long()
+    mask = mask.scatter_(1, indices.where(indices >= 0, t), True)[:, :t]
+    if form == "dense":
+        keys = {"starts": starts, "ends": ends}
+        positions = torch.arange(t, device="cuda")
+        mask = (positions >= starts[:, None]) & (positions < ends[:, None])
+    logits = torch.einsum("thd,sd->ths", inputs[3], inputs[4]) * SCALE
+    lse = logits.masked_fill(~mask[:, None], -torch.inf).logsumexp(-1)
+    grad = torch.randn(t, device="cuda")
+    expected = _run(reference.indexer_kl, inputs, lse, grad, **keys)
+    for ours, theirs in zip(_run(indexer_kl, inputs, lse, grad, **keys), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
