@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +84,9 @@ def _ceilings_text(ceilings: Ceilings) -> str:
 
 def _machine() -> dict[str, str]:
     import torch
-    import triton
 
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
+    found = {"device": torch.cuda.get_device_name()}
+    for package in ("torch", "triton", "megatron-core", "tilelang"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 if not torch.cuda.is_available():
     import tests.ops.triton_interpreter  # noqa: F401
@@ -112,6 +114,24 @@ def test_heads_of_other_ranks_are_added(function: Any, is_sparse: bool) -> None:
     half = _run(function, *halves[0], grad, **keys, sum_over_ranks=lambda x: x.add_(next(calls)))
     for ours, theirs in zip(half, whole, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_random_shapes(data: st.DataObject) -> None:
+    t_q, t_k, topk = (data.draw(st.integers(0, 5)) for _ in range(3))
+    sizes = [data.draw(st.integers(1, 40)) for _ in range(4)]
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    inputs = _inputs(t_q, t_k, *sizes)
+    inputs[3] /= sizes[3]
+    if data.draw(st.booleans()):
+        indices = oracles.random_selection(t_q, t_k, topk)
+        _, lse = sparse_mla(*inputs[3:], indices, SCALE, 1)
+        _assert_same(inputs, lse, topk_indices=indices)
+        return
+    edges = torch.randint(0, t_k + 1, (2, t_q)).int()
+    bounds = {"starts": edges.amin(0), "ends": edges.amax(0)}
+    _assert_same(inputs, _dense_lse(*inputs[3:], **bounds), **bounds)
 
 
 def test_a_nan_reaches_the_loss() -> None:

@@ -79,7 +79,7 @@ def divergence(
     _divergence_kernel[(t_q,)](
         q, k, weights, *keys.kernel_arguments(), mass, scores, kl,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, IS_LISTED=keys.indices is not None,
-        BLOCK_H=padded(num_heads), BLOCK_N=32 if small else 128, BLOCK_D=padded(head_dim),
+        BLOCK_H=padded(num_heads), BLOCK_N=32 if small else 64, BLOCK_D=padded(head_dim),
         BLOCK_W=1024, UPCAST=is_interpreted(q),
-        num_warps=4, num_stages=1 if small else 3,
+        num_warps=4 if small else 2, num_stages=1 if small else 3,
     )  # fmt: skip

@@ -78,5 +78,5 @@ def attention_mass(
         NUM_HEADS=num_heads, D_QK=d_qk, IS_LISTED=keys.indices is not None,
         BLOCK_H=block_h, BLOCK_N=16 if small else 64, BLOCK_D=block_d,
         BLOCK_TAIL=padded(d_qk - block_d), UPCAST=is_interpreted(q),
-        num_warps=8 if block_h == 64 else 4, num_stages=1 if small else 2,
+        num_warps=4, num_stages=1 if small else 2,
     )  # fmt: skip
