@@ -1,11 +1,12 @@
 """Index scores of each query's keys, their divergence from the attention, and its gradient."""
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.indexer_kl.triton_keys import KeyRows, is_interpreted, load_keys, padded
+from glm5.ops.indexer_kl.triton_keys import KeyRows, index_sizes, is_small_tile, load_keys
 
 
 @triton.jit
@@ -71,15 +72,20 @@ def divergence(
     scores [t_q or more, keys.width] fp32 is overwritten. mass [t_q, keys.width] fp32 becomes the
     gradient of kl in the scores: softmax(s) - p. -> kl [t_q] fp32, 0 for a row without keys.
     """
-    t_q, num_heads, head_dim = q.shape
-    if t_q == 0:
-        return
-    # An fp32 product lives in registers, and shared memory holds queries and keys in full width.
-    small = q.dtype == torch.float32 or padded(num_heads) * padded(head_dim) > 64 * 128
-    _divergence_kernel[(t_q,)](
-        q, k, weights, *keys.kernel_arguments(), mass, scores, kl,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, IS_LISTED=keys.indices is not None,
-        BLOCK_H=padded(num_heads), BLOCK_N=32 if small else 64, BLOCK_D=padded(head_dim),
-        BLOCK_W=1024, UPCAST=is_interpreted(q),
-        num_warps=4 if small else 2, num_stages=1 if small else 3,
-    )  # fmt: skip
+    if len(q):
+        _divergence_kernel[(len(q),)](
+            q, k, weights, *keys.kernel_arguments(), mass, scores, kl,
+            IS_LISTED=keys.indices is not None, **launch_options(q),
+        )  # fmt: skip
+
+
+def launch_options(q: Tensor) -> dict[str, Any]:
+    """Sizes and tiles for q [t_q, h_i, d_i]."""
+    small = is_small_tile(q)
+    return {
+        **index_sizes(q),
+        "BLOCK_N": 32 if small else 64,
+        "BLOCK_W": 1024,
+        "num_warps": 4 if small else 2,
+        "num_stages": 1 if small else 3,
+    }

@@ -1,11 +1,12 @@
 """Gradients of the index scores of each query's own keys, with the scores' gradient given."""
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.indexer_kl.triton_keys import KeyRows, is_interpreted, load_keys, padded
+from glm5.ops.indexer_kl.triton_keys import KeyRows, index_sizes, is_small_tile, load_keys
 
 
 @triton.jit
@@ -71,16 +72,20 @@ def score_grads(
     dtype, weights [t_q, h_i] fp32, all contiguous. Written: grad_q as q, grad_weights as weights.
     Added to by atomics, whose order changes from run to run: grad_k [t_k, d_i] fp32.
     """
-    t_q, num_heads, head_dim = q.shape
-    if t_q == 0:
-        return
-    # An fp32 product lives in registers, and shared memory holds queries and keys in full width.
-    small = q.dtype == torch.float32 or padded(num_heads) * padded(head_dim) > 64 * 128
-    _score_grads_kernel[(t_q,)](
-        grad_scores, grad_kl, q, k, weights, *keys.kernel_arguments(),
-        grad_q, grad_k, grad_weights,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, IS_LISTED=keys.indices is not None,
-        BLOCK_H=padded(num_heads), BLOCK_N=16 if small else 64, BLOCK_D=padded(head_dim),
-        UPCAST=is_interpreted(q),
-        num_warps=4, num_stages=1 if small else 2,
-    )  # fmt: skip
+    if len(q):
+        _score_grads_kernel[(len(q),)](
+            grad_scores, grad_kl, q, k, weights, *keys.kernel_arguments(),
+            grad_q, grad_k, grad_weights,
+            IS_LISTED=keys.indices is not None, **launch_options(q),
+        )  # fmt: skip
+
+
+def launch_options(q: Tensor) -> dict[str, Any]:
+    """Sizes and tiles for q [t_q, h_i, d_i]."""
+    small = is_small_tile(q)
+    return {
+        **index_sizes(q),
+        "BLOCK_N": 16 if small else 64,
+        "num_warps": 4,
+        "num_stages": 1 if small else 2,
+    }

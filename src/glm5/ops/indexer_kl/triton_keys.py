@@ -1,6 +1,6 @@
 """The keys of each query row, as the fused kernels read them: listed, or a range."""
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -67,6 +67,27 @@ def padded(size: int) -> int:
 def is_interpreted(x: Tensor) -> bool:
     """Whether the kernels run in Triton's interpreter, whose bf16 products are wrong."""
     return not x.is_cuda
+
+
+def is_small_tile(index_q: Tensor) -> bool:
+    """Whether few keys fit at a time beside index_q [t_q, h_i, d_i].
+
+    An fp32 product lives in registers, and shared memory holds queries and keys in full width.
+    """
+    num_heads, head_dim = index_q.shape[1:]
+    return index_q.dtype == torch.float32 or padded(num_heads) * padded(head_dim) > 64 * 128
+
+
+def index_sizes(index_q: Tensor) -> dict[str, Any]:
+    """Constants of a kernel on index_q [t_q, h_i, d_i]."""
+    num_heads, head_dim = index_q.shape[1:]
+    return {
+        "NUM_HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_H": padded(num_heads),
+        "BLOCK_D": padded(head_dim),
+        "UPCAST": is_interpreted(index_q),
+    }
 
 
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -4,6 +4,8 @@ One matrix product and one gather per key: less than half of an attention forwar
 be rescaled, since the denominators are known.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -66,17 +68,27 @@ def attention_mass(
     -> mass [t_q, keys.width] fp32, of which only the places of each row are written; a place
     without a key gets 0.
     """
-    t_q, num_heads, d_qk = q.shape
-    if t_q == 0:
-        return
+    if len(q):
+        _attention_mass_kernel[(len(q),)](
+            q, kv, lse, *keys.kernel_arguments(), mass, softmax_scale * 1.4426950408889634,
+            IS_LISTED=keys.indices is not None, **launch_options(q),
+        )  # fmt: skip
+
+
+def launch_options(q: Tensor) -> dict[str, Any]:
+    """Sizes and tiles for q [t_q, h, d_qk]."""
+    num_heads, d_qk = q.shape[1:]
     block_d = max(16, 2 ** (d_qk.bit_length() - 1))
     # An fp32 product lives in registers, and shared memory holds queries and keys in full width.
     small = q.dtype == torch.float32 or block_d > 512
-    block_h = 16 if small else min(64, padded(num_heads))
-    _attention_mass_kernel[(t_q,)](
-        q, kv, lse, *keys.kernel_arguments(), mass, softmax_scale * 1.4426950408889634,
-        NUM_HEADS=num_heads, D_QK=d_qk, IS_LISTED=keys.indices is not None,
-        BLOCK_H=block_h, BLOCK_N=16 if small else 64, BLOCK_D=block_d,
-        BLOCK_TAIL=padded(d_qk - block_d), UPCAST=is_interpreted(q),
-        num_warps=4, num_stages=1 if small else 2,
-    )  # fmt: skip
+    return {
+        "NUM_HEADS": num_heads,
+        "D_QK": d_qk,
+        "BLOCK_H": 16 if small else min(64, padded(num_heads)),
+        "BLOCK_N": 16 if small else 64,
+        "BLOCK_D": block_d,
+        "BLOCK_TAIL": padded(d_qk - block_d),
+        "UPCAST": is_interpreted(q),
+        "num_warps": 4,
+        "num_stages": 1 if small else 2,
+    }
