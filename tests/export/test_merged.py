@@ -108,6 +108,13 @@ def test_a_merge_that_goes_wrong_publishes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_adapter_that_never_moved_merges(trained_run: TrainedRun, tmp_path: Path) -> None:
+    """With a warm-up the first step has learning rate 0."""
+    sections = {"optimizer": {"lr": 1e-2, "warmup_steps": 1}, "train": {"steps": 1}}
+    run_dir = trained_run("5", {"dtype": "bfloat16"}, model={"dtype": "bfloat16"}, **sections)
+    assert [check.error for check in export(run_dir, tmp_path / "out", "merged")][-1] == 0.0
+
+
 def test_merge_rounds_once_and_only_what_is_adapted() -> None:
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
     assert merge(weight, None, 2.0) is weight

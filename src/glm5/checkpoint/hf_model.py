@@ -51,8 +51,15 @@ def load_hf_model(folder: str | Path, glm5: Glm5Config) -> Any:
             expected="a folder that AutoModelForCausalLM loads",
             remedy="look at what transformers says; glm5 itself has not been judged",
         ) from error
-    _set_latent_eps(model, glm5)
+    set_latent_eps(model, glm5.latent_norm_eps)
     return model.eval()
+
+
+def set_latent_eps(model: Any, eps: float) -> None:
+    """Of the q and kv latent norms of a `transformers` causal model, which hard-wires 1e-6."""
+    for layer in model.model.layers:
+        layer.self_attn.q_a_layernorm.variance_epsilon = eps
+        layer.self_attn.kv_a_layernorm.variance_epsilon = eps
 
 
 def _check_oracle(glm5: Glm5Config) -> None:
@@ -98,12 +105,6 @@ def _hf_config(glm5: Glm5Config) -> Any:
 def _first_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
-
-
-def _set_latent_eps(model: Any, glm5: Glm5Config) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.q_a_layernorm.variance_epsilon = glm5.latent_norm_eps
-        layer.self_attn.kv_a_layernorm.variance_epsilon = glm5.latent_norm_eps
 
 
 @contextmanager

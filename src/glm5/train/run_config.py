@@ -99,7 +99,8 @@ class ModelSection(_Section):
     latent_norm_eps: Annotated[float, Field(gt=0)] | None = None
     """Epsilon of the q and kv latent norms; absent: the checkpoint's."""
     mtp: bool = False
-    """Whether the multi-token-prediction head is built and trained as well."""
+    """Whether the multi-token-prediction head is built; its loss trains it and the model, and with
+    `[lora]` the adapters of the model alone."""
 
 
 class DataSection(_Section):
