@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glm5.model.forward import packed_seq_params
+from glm5.model.forward import packed_documents
 from glm5.train.batches import context_share
 from glm5.train.packing import PackedRow
 
@@ -33,7 +33,7 @@ def forward_step(
         attention_mask=None,
         labels=labels[None],
         # the documents of the whole row: keys come from all context-parallel ranks
-        packed_seq_params=packed_seq_params(row.cu_seqlens.to(device, non_blocking=True)),
+        packed_seq_params=packed_documents(row.cu_seqlens, device),
         loss_mask=loss_mask[None],
     )
     return losses, partial(reduce_loss, loss_mask)
