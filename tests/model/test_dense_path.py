@@ -14,6 +14,7 @@ from glm5.lora.attach import LoraSpec, adapter_pairs, attach_lora
 from glm5.lora.targets import DEFAULT_TARGETS
 from glm5.model.forward import logits
 from glm5.model.indexer import LightningIndexer
+from glm5.ops import torch_backend
 from tests.tiny_models import (
     TinyFolder,
     assert_all_close,
@@ -113,6 +114,23 @@ def test_a_frozen_indexer_does_not_run_in_training(counted: tuple[GPTModel, list
         indexer.requires_grad_(False)
     probe_loss(logits(model.train(), draw_tokens(12), edges([3, 8, 1]))).backward()
     assert made == []
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_deterministic_attention_reaches_the_backend_and_is_all_sparse(
+    tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    calls: list[tuple[int, bool]] = []
+    sparse_mla = torch_backend.sparse_mla
+
+    def noted(q: Tensor, *rest: Any, deterministic: bool) -> Any:
+        calls.append((len(q), deterministic))
+        return sparse_mla(q, *rest, deterministic=deterministic)
+
+    monkeypatch.setattr(torch_backend, "sparse_mla", noted)
+    model = load_model(tiny_folder("5.2"), deterministic_attention=wanted)
+    logits(model, draw_tokens(12), edges([9, 3]))
+    assert calls == [(12 if wanted else 9, wanted)] * 7
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

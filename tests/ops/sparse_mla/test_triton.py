@@ -78,7 +78,7 @@ def test_chunks_of_queries_change_only_rounding(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("queries_per_row", [2, 3, 8])
+@pytest.mark.parametrize("queries_per_row", [2, 3, 16])
 @pytest.mark.parametrize(("t_q", "t_k", "topk"), [(1, 1, 1), (16, 9, 4), (5, 70, 33), (0, 3, 2)])
 def test_unions_name_the_keys_of_neighbouring_queries(
     t_q: int, t_k: int, topk: int, queries_per_row: int, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from glm5.ops.sparse_mla.selection import Selection, one_by_one, unions
 # A tile has 64 rows: of one query's heads, or of few heads of several queries. More queries share
 # less of their keys.
 _ROWS = 64
-_MOST_QUERIES = 8
+_MOST_QUERIES = 16
 
 
 class HopperKernels:

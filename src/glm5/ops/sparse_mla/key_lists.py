@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +19,7 @@ class KeyLists(NamedTuple):
 
 def bytes_per_row(num_keys: int) -> int:
     """Memory of key_lists for each row of the selection, temporaries included."""
-    return 2 * 4 * num_keys
+    return (2 + 4) * num_keys
 
 
 @triton.jit
@@ -27,7 +28,8 @@ def _columns_kernel(indices, lengths, columns_of, num_rows, width, BLOCK: tl.con
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < tl.load(lengths + row)
     keys = tl.load(indices + row * width + columns, mask=is_column, other=-1)
-    tl.store(columns_of + keys.to(tl.int64) * num_rows + row, columns, mask=keys >= 0)
+    places = keys.to(tl.int64) * num_rows + row
+    tl.store(columns_of + places, columns.to(columns_of.dtype.element_ty), mask=keys >= 0)
 
 
 @triton.jit
@@ -37,7 +39,7 @@ def _key_lists_kernel(columns_of, entries, counts, num_rows, width, BLOCK: tl.co
     for first in range(0, num_rows, BLOCK):
         rows = first + tl.arange(0, BLOCK)
         mask = rows < num_rows
-        columns = tl.load(columns_of + key * num_rows + rows, mask=mask, other=-1)
+        columns = tl.load(columns_of + key * num_rows + rows, mask=mask, other=-1).to(tl.int32)
         chosen = columns >= 0
         places = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(entries + key * num_rows + places, rows * width + columns, mask=chosen)
@@ -49,10 +51,11 @@ def key_lists(indices: Tensor, lengths: Tensor, num_keys: int) -> KeyLists:
     """List the entries that chose each of num_keys keys, without atomics: the same every time.
 
     indices [n, width] int32 contiguous, each key at most once in a row, -1 = none, not read from
-    lengths [n] int32 on.
+    lengths [n] int32 on; n * width below 2^31.
     """
     num_rows, width = indices.shape
-    columns_of = indices.new_full((num_keys, num_rows), -1)
+    dtype = torch.int16 if width <= 2**15 else torch.int32
+    columns_of = indices.new_full((num_keys, num_rows), -1, dtype=dtype)
     entries, counts = indices.new_empty(num_keys, num_rows), indices.new_empty(num_keys)
     if num_keys == 0:
         return KeyLists(entries, counts)
