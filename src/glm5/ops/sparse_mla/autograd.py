@@ -11,7 +11,6 @@ from glm5.errors import BackendError
 from glm5.ops.sparse_mla.inputs import check_inputs
 from glm5.ops.sparse_mla.kernels import choose_kernels
 from glm5.ops.sparse_mla.repeatable import repeatable_bwd
-from glm5.ops.sparse_mla.selection import Selection
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -64,14 +63,9 @@ class _SparseMlaFunction(torch.autograd.Function):
         kernels = choose_kernels(q, d_v)
         selection = kernels.select(topk_indices, q.shape[1], len(kv))
         out, lse = kernels.forward(q, kv, selection, softmax_scale, d_v)
-        ctx.softmax_scale = softmax_scale
-        ctx.backward_kernels = (
-            partial(repeatable_bwd, kernels) if deterministic else kernels.backward
-        )
-        ctx.queries_per_row = selection.queries_per_row
-        ctx.save_for_backward(
-            q, kv, out, lse, selection.indices, selection.lengths, selection.members
-        )
+        ctx.kernels, ctx.softmax_scale, ctx.deterministic = kernels, softmax_scale, deterministic
+        # Not the selection, which is made again: layers that share topk_indices keep them once.
+        ctx.save_for_backward(q, kv, topk_indices, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -80,9 +74,9 @@ class _SparseMlaFunction(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: Tensor, _grad_lse: Tensor
     ) -> tuple[Tensor, Tensor, None, None, None, None]:
-        q, kv, out, lse, indices, lengths, members = ctx.saved_tensors
-        selection = Selection(indices, lengths, ctx.queries_per_row, members)
-        grad_q, grad_kv = ctx.backward_kernels(
-            grad_out.contiguous(), q, kv, selection, out, lse, ctx.softmax_scale
-        )
+        q, kv, topk_indices, out, lse = ctx.saved_tensors
+        kernels = ctx.kernels
+        selection = kernels.select(topk_indices, q.shape[1], len(kv))
+        run = partial(repeatable_bwd, kernels) if ctx.deterministic else kernels.backward
+        grad_q, grad_kv = run(grad_out.contiguous(), q, kv, selection, out, lse, ctx.softmax_scale)
         return grad_q, grad_kv, None, None, None, None
