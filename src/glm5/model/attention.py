@@ -202,6 +202,7 @@ class DSASelfAttention(MegatronModule):
         with torch.no_grad():
             q = self._absorbed(q)
         return add_indexer_loss(
+            self.backend,
             output,
             index_inputs,
             q,

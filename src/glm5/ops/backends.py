@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from glm5.errors import BackendError
+from glm5.ops.indexer_kl.inputs import SumOverRanks
 
 
 class Backend(Protocol):
@@ -33,6 +34,23 @@ class Backend(Protocol):
         deterministic: the gradients have the same bits every time; BackendError where they cannot.
         """
 
+    def indexer_kl(
+        self,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_weights: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        lse: Tensor,
+        softmax_scale: float,
+        *,
+        topk_indices: Tensor | None = None,
+        starts: Tensor | None = None,
+        ends: Tensor | None = None,
+        sum_over_ranks: SumOverRanks | None = None,
+    ) -> Tensor:
+        """The loss that trains the indexer: -> kl [t_q] fp32."""
+
 
 class BackendStatus(NamedTuple):
     """Whether a backend can run here; the reason says why not, and is empty otherwise."""
@@ -51,6 +69,11 @@ class _Entry(NamedTuple):
 _BACKENDS = {
     "torch": _Entry("glm5.ops.torch_backend", "install torch"),
     "triton": _Entry("glm5.ops.triton_backend", 'use the backend "torch"', needs_cuda=True),
+    "tilelang": _Entry(
+        "glm5.ops.tilelang_backend",
+        "pip install tilelang==0.1.15, on a machine with an NVIDIA GPU",
+        needs_cuda=True,
+    ),
     "megatron": _Entry("glm5.ops.peers", "pip install megatron-core==0.19.2"),
 }
 _DEFAULTS = {"cpu": "torch", "cuda": "triton"}
@@ -73,7 +96,7 @@ def get_backend(name: str) -> Backend:
         )
     try:
         return cast(Backend, import_module(entry.module))
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise BackendError(
             f"the attention backend {name!r} cannot run here", got=error, remedy=entry.remedy
         ) from error
