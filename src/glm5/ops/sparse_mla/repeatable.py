@@ -39,10 +39,12 @@ def repeatable_bwd(
     num_rows, width = selection.indices.shape
     num_parts, d = kernels.num_row_parts(q, out.shape[2]), q.shape[2]
     chunk = _chunk(num_rows, num_parts * width * d * q.itemsize, len(kv))
+    # Once for all chunks: two of them would be alive while the name passes on.
+    terms = q.new_empty(min(chunk, num_rows), num_parts, width, d)
     for first in range(0, num_rows, chunk):
         some = slice(first, first + chunk)
         part, queries = selection.rows(some), selection.queries(some)
-        rows = q.new_empty(len(part.lengths), num_parts, width, d)
+        rows = terms[: len(part.lengths)]
         kernels.backward_rows(
             grad_out[queries],
             q[queries],
@@ -54,8 +56,12 @@ def repeatable_bwd(
             grad_q[queries],
             rows,
         )
-        lists = key_lists(part.indices, part.lengths, len(kv))
-        add_key_rows(rows, lists, sums, shuffled=kernels.shuffles_rows)
+        add_key_rows(
+            rows,
+            key_lists(part.indices, part.lengths, len(kv)),
+            sums,
+            shuffled=kernels.shuffles_rows,
+        )
     return grad_q, sums.to(kv.dtype)
 
 
