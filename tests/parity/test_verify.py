@@ -227,7 +227,7 @@ def indexer_sees_the_raw_latent(model: GPTModel, monkeypatch: pytest.MonkeyPatch
 def _feed_raw_latent(attention: Any) -> None:
     raw: list[Tensor] = []
     attention.q_layernorm.register_forward_pre_hook(lambda _, args: raw.append(args[0]))
-    attention.indexer.register_forward_pre_hook(lambda _, args: (args[0], raw.pop(), args[2]))
+    attention.indexer.register_forward_pre_hook(lambda _, args: (args[0], raw.pop(), *args[2:]))
 
 
 def no_relu(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from glm5.errors import AdapterError, CheckpointError, ConfigError, DataError
 from glm5.train.chat import check_fits_model
 from glm5.train.metrics import read_metrics
 from glm5.train.packing import PackedDataset
-from glm5.train.run import describe_data, describe_model, find_resume_step, train
+from glm5.train.run import build_trainable, describe_data, describe_model, find_resume_step, train
 from tests.hf_folders import rewrite
 from tests.tiny_models import TinyFolder
 from tests.training import all_finite, run_config, write_few_chats
@@ -27,6 +27,13 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("the model was built")
 
     monkeypatch.setattr("glm5.train.run.build_trainable", built)
+
+
+def test_what_the_run_says_of_the_model_reaches_it(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    folder = tiny_folder("5")
+    for wanted in (False, True):
+        run = run_config(folder, tmp_path, model={"deterministic_attention": wanted})
+        assert build_trainable(run, folder).config.deterministic_attention is wanted
 
 
 @pytest.mark.parametrize("lora", [True, False])

@@ -183,6 +183,7 @@ def build_trainable(run: RunConfig, folder: Path) -> GPTModel:
         folder,
         backend=run.model.attention_backend,
         dtype=run.model.dtype,
+        deterministic_attention=run.model.deterministic_attention,
         recompute=run.model.recompute,
         include_mtp=run.model.mtp,
         indexer_loss_coeff=run.indexer_loss_coeff,

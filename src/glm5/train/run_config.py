@@ -94,6 +94,8 @@ class ModelSection(_Section):
     """Type of the weights and the activations."""
     attention_backend: Annotated[str, Field(min_length=1)] | None = None
     """Name of the attention backend; absent: the default of the device."""
+    deterministic_attention: bool = False
+    """Whether the attention's gradients have the same bits every time; slower on a GPU."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations are computed again in the backward pass instead of kept."""
     latent_norm_eps: Annotated[float, Field(gt=0)] | None = None
