@@ -17,6 +17,7 @@ from glm5.export.export import export
 from glm5.export.factors import adapter_factors
 from glm5.export.merged import merge
 from glm5.export.restore import restore_model
+from glm5.lora.attach import adapter_pairs
 from tests.export.conftest import TrainedRun
 from tests.exported import (
     SMALL_FILES,
