@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
@@ -143,11 +144,21 @@ def record_gradients(loop: TrainLoop) -> list[dict[str, Tensor]]:
     step = loop.state.optimizer.step
 
     def recording_step() -> Any:
+        complete_gradients(loop.state.model)
         taken.append(gradients_of(loop.state.model.module))
         return step()
 
     loop.state.optimizer.step = recording_step
     return taken
+
+
+def complete_gradients(model: DistributedDataParallel) -> None:
+    """Fetches what other ranks finished: each has the sums of its own share of the buffers."""
+    for bucket_group in model.bucket_groups + model.expert_parallel_bucket_groups:
+        group = bucket_group.intra_distributed_optimizer_instance_group
+        for bucket in bucket_group.buckets:
+            share = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
 
 
 def gradients_of(model: GPTModel) -> dict[str, Tensor]:

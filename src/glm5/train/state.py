@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from glm5.checkpoint.atomic import new_folder
@@ -34,7 +34,7 @@ class TrainState:
     def __init__(
         self,
         model: DistributedDataParallel,
-        optimizer: MegatronOptimizer,
+        optimizer: ChainedOptimizer,
         scheduler: OptimizerParamScheduler,
     ) -> None:
         self.model = model
@@ -64,16 +64,14 @@ class TrainState:
         """
         loaded = load_sharded(checkpoint / MCORE_FOLDER, self._sharded(is_loading=True))
         load_trained(self.model.module, loaded["model"])
-        load_optimizer(self.optimizer, loaded["optimizer"], loaded["step"])
         self.scheduler.load_state_dict(loaded["scheduler"])
+        load_optimizer(self.optimizer, loaded["optimizer"], self.scheduler.num_steps)
 
     def _sharded(self, *, is_loading: bool) -> dict[str, Any]:
         trained = sharded_trained(self.model.module)
-        optimizer, step = sharded_optimizer(self.optimizer, trained, is_loading=is_loading)
         return {
             "model": trained,
-            "optimizer": optimizer,
-            "step": step,
+            "optimizer": sharded_optimizer(self.optimizer, trained, is_loading=is_loading),
             "scheduler": self.scheduler.state_dict(),
         }
 
