@@ -21,8 +21,10 @@ LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
     "tp2": (2, Layout(tp=2), ("adapters", "weights")),
     "cp2": (2, Layout(cp=2), ("adapters", "indexer")),
     "pp2": (2, Layout(pp=2), ("adapters", "indexer")),
+    "etp2": (2, Layout(etp=2), ("adapters", "weights")),
     "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters",)),
     "tp2pp2ep2": (4, Layout(tp=2, pp=2, ep=2), ("adapters",)),
+    "tp2ep2etp2": (4, Layout(tp=2, ep=2, etp=2), ("adapters",)),
     "tp2cp2ep4": (4, Layout(tp=2, cp=2, ep=4), ("adapters",)),
 }
 CASES = [(name, recipe) for name, (_, _, recipes) in LAYOUTS.items() for recipe in recipes]

@@ -47,6 +47,7 @@ class Job:
     resume_from: Path | None = None
     """Run folder of another layout, whose last checkpoint is gone on from."""
     recompute: str = "none"
+    attention_parallel: str = "tokens"
 
     def run_config(self) -> RunConfig:
         lora = {"rank": 3, "alpha": 6.0} if self.recipe in ("adapters", "bf16") else None
@@ -61,6 +62,7 @@ class Job:
             # a whole step.
             "optimizer": {"lr": 1e-2, "eps": 1e-3, "schedule": "constant", "weight_decay": 0.1},
             "train": {"steps": LATER_STEP, "global_batch_size": 4},
+            "layout": {"attention_parallel": self.attention_parallel},
             "output": {"dir": str(self.out_dir)},
         }
         if lora is not None:
@@ -94,6 +96,7 @@ def observe(job: Job) -> dict[str, Any]:
     steps = [numbers(loop._step(step)) for step in range(1, LAST_STEP + 1)]
     found = {
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "etp_rank": parallel_state.get_expert_tensor_parallel_rank(),
         "steps": steps,
         # one row for which a second data-parallel rank has none
         "eval_loss": loop.evaluate(dataset(LENGTHS[:3])).mean,
@@ -203,6 +206,7 @@ def one_short_row(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
     step = numbers(loop._step(1))
     return {
         "tp_rank": 0,
+        "etp_rank": 0,
         "cp_rank": parallel_state.get_context_parallel_rank(),
         "gradients": gradients[0],
         "selected": selected[0],
@@ -240,8 +244,7 @@ def randomise_adapters(model: GPTModel, factor: Callable[[str], float] = lambda 
     for path, module in adapted_modules(model):
         parts, part = 1, 0
         if module.split == "column":
-            parts = parallel_state.get_tensor_model_parallel_world_size()
-            part = parallel_state.get_tensor_model_parallel_rank()
+            parts, part = module.ranks.size(), module.ranks.rank()
         for hf_linear in module.pairs:
             b = module.pair(hf_linear).b
             name = f"{global_name(f'{path}.')}{hf_linear}"

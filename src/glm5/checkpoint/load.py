@@ -17,7 +17,12 @@ from glm5.checkpoint.hf_layout import check_hf_tensors
 from glm5.config import Glm5Config
 from glm5.errors import CheckpointError
 from glm5.model.build import build_model
-from glm5.model.transformer_config import Recompute, glm5_transformer_config, torch_dtype
+from glm5.model.transformer_config import (
+    AttentionParallel,
+    Recompute,
+    glm5_transformer_config,
+    torch_dtype,
+)
 from glm5.ops.backends import default_backend
 from glm5.runtime.distributed import current_layout, default_device, ensure_distributed
 
@@ -33,6 +38,7 @@ def load_model(
     indexer_loss_coeff: float = 0.0,
     latent_norm_eps: float | None = None,
     layers_per_stage: Sequence[int] | None = None,
+    attention_parallel: AttentionParallel = "tokens",
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> GPTModel:
     """The model of a Hugging Face checkpoint, in evaluation mode, with every tensor checked.
@@ -66,6 +72,7 @@ def load_model(
             indexer_loss_coeff=indexer_loss_coeff,
             include_mtp=include_mtp,
             layers_per_stage=layers_per_stage,
+            attention_parallel=attention_parallel,
         )
         rules = glm5_rules(glm5, include_mtp=include_mtp)
         unused = () if include_mtp else mtp_hf_names(glm5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
@@ -15,7 +15,7 @@ from glm5.model.indexer import IndexInputs, LightningIndexer
 from glm5.model.indexer_loss import add_indexer_loss
 from glm5.model.linear import LatentUpProjection, ReplicatedLinear
 from glm5.model.norm import RMSNorm
-from glm5.model.parallel import gather_keys, gather_tokens
+from glm5.model.parallel import gather_keys, heads_to_tokens, tokens_to_heads
 from glm5.model.tokens import TokenRow, token_row
 from glm5.model.transformer_config import Glm5TransformerConfig
 from glm5.ops.backends import get_backend
@@ -71,6 +71,7 @@ class DSASelfAttention(MegatronModule):
         )
         self.indexer = LightningIndexer(config) if indexer_type == "full" else None
         self.backend = get_backend(config.dsa_attention_backend)
+        self.by_tokens = config.attention_parallel == "tokens"
         self.recompute_core = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
@@ -84,16 +85,19 @@ class DSASelfAttention(MegatronModule):
         """hidden_states [s, b, hidden_size] normalised -> (output of that shape, topk_indices).
 
         topk_indices [t, index_topk] int32 of the nearest full layer above; a full layer replaces
-        it. Under sequence parallelism hidden_states is [s / tp, b, hidden_size].
+        it. Under sequence parallelism hidden_states is [s / tp, b, hidden_size], and so are the
+        tokens of topk_indices where attention is shared by tokens.
         """
         row = self._token_row(hidden_states, packed_seq_params)
+        own = self._own_tokens(row)
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         index_inputs = None
         if self.indexer is not None:
-            topk_indices, index_inputs = self.indexer(hidden_states, q_latent, row)
+            queries = own if self.by_tokens else row
+            topk_indices, index_inputs = self.indexer(hidden_states, q_latent, own, queries)
         assert topk_indices is not None, f"layer {self.layer_number} shares a top-k nobody made"
-        q, kv = self._queries_and_keys(hidden_states, q_latent, row)
-        out, lse = self._attend(q, kv, topk_indices)
+        q, kv = self._queries(q_latent, row), self._keys(hidden_states, own)
+        out, lse = self._attend(q, kv, topk_indices, row.batch)
         output, _ = self.linear_proj(row.unflatten(out))
         if index_inputs is not None and index_inputs.want_gradients:
             output = self._with_indexer_loss(output, index_inputs, q, kv, lse, topk_indices)
@@ -105,10 +109,18 @@ class DSASelfAttention(MegatronModule):
             seq_len *= self.config.tensor_model_parallel_size
         return token_row(seq_len, batch, packed, hidden_states.device)
 
-    def _queries_and_keys(
-        self, x: Tensor, q_latent: Tensor, row: TokenRow
-    ) -> tuple[Tensor, Tensor]:
-        """Absorbed q [t, h / tp, d_qk] of this rank's tokens and heads; kv [t_k, d_qk] of all."""
+    def _own_tokens(self, row: TokenRow) -> TokenRow:
+        """Of the tokens of the tensor-parallel ranks, those that this one has outside attention."""
+        if not self.config.sequence_parallel:
+            return row
+        group = parallel_state.get_tensor_model_parallel_group()
+        return row.share(group.rank(), group.size())
+
+    def _queries(self, q_latent: Tensor, row: TokenRow) -> Tensor:
+        """Absorbed q of this rank's share: [t, h / tp, d_qk] by heads, [t / tp, h, d_qk] by tokens.
+
+        A rank has the weights of its own heads, so it makes those of all tokens first.
+        """
         glm5 = self.config.glm5
         cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
         q = row.flatten(self.linear_q_up_proj(q_latent)[0])
@@ -116,23 +128,32 @@ class DSASelfAttention(MegatronModule):
         q_nope, q_rope = q.split([glm5.qk_nope_head_dim, glm5.qk_rope_head_dim], dim=-1)
         q_rope = apply_rope(q_rope, cos, sin, interleaved=glm5.rope_interleave)
         q = torch.cat([self.linear_kv_up_proj.absorb_query(q_nope), q_rope], dim=-1)
-        latent_and_rope = [glm5.kv_lora_rank, glm5.qk_rope_head_dim]
-        kv_latent, k_rope = self.linear_kv_down_proj(x)[0].split(latent_and_rope, dim=-1)
-        kv = torch.cat([self.kv_layernorm(kv_latent), k_rope], dim=-1)
-        kv = row.flatten(gather_tokens(kv, self.config, partial_grad=True))
-        kv_latent, k_rope = kv.split(latent_and_rope, dim=-1)
+        return heads_to_tokens(q, row.batch) if self.by_tokens else q
+
+    def _keys(self, x: Tensor, own: TokenRow) -> Tensor:
+        """kv [t_k, d_qk] of all tokens: there is one latent head, so every rank needs it whole."""
+        glm5 = self.config.glm5
+        cos, sin = rope_cos_sin(own.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
+        kv = own.flatten(self.linear_kv_down_proj(x)[0])
+        kv_latent, k_rope = kv.split([glm5.kv_lora_rank, glm5.qk_rope_head_dim], dim=-1)
         k_rope = apply_rope(k_rope, cos, sin, interleaved=glm5.rope_interleave)
-        return q, gather_keys(torch.cat([kv_latent, k_rope], dim=-1), row.batch)
+        return gather_keys(torch.cat([self.kv_layernorm(kv_latent), k_rope], dim=-1), own.batch)
 
-    def _attend(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
-        """(out [t, h * v_head_dim], lse [t, h]); recomputed in the backward pass when asked for."""
+    def _attend(
+        self, q: Tensor, kv: Tensor, topk_indices: Tensor, batch: int
+    ) -> tuple[Tensor, Tensor]:
+        """(out [t, h / tp * v_head_dim], lse of the queries); recomputed when asked for."""
         if self.recompute_core and self.training:
-            return tensor_parallel.checkpoint(self._core, False, q, kv, topk_indices)
-        return self._core(q, kv, topk_indices)
+            return tensor_parallel.checkpoint(self._core, False, q, kv, topk_indices, batch)
+        return self._core(q, kv, topk_indices, batch)
 
-    def _core(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
+    def _core(
+        self, q: Tensor, kv: Tensor, topk_indices: Tensor, batch: int
+    ) -> tuple[Tensor, Tensor]:
         glm5 = self.config.glm5
         out_latent, lse = self.backend.sparse_mla(q, kv, topk_indices, glm5.softmax_scale, glm5.d_v)
+        if self.by_tokens:
+            out_latent = tokens_to_heads(out_latent, batch)
         return self.linear_kv_up_proj.expand_output(out_latent).flatten(1), lse
 
     def _with_indexer_loss(

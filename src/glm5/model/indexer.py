@@ -9,7 +9,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from glm5.model.linear import ReplicatedLinear
-from glm5.model.parallel import gather_keys, gather_tokens, sum_gradient_over_tp
+from glm5.model.parallel import gather_keys, gather_rows, sum_gradient_over_tp
 from glm5.model.tokens import TokenRow
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 from glm5.ops.backends import get_backend
@@ -20,8 +20,8 @@ from glm5.ops.rope import apply_rope, rope_cos_sin
 class IndexInputs:
     """What the index scores are made of; every scale is already inside `weights`.
 
-    q [t, index_n_heads, index_head_dim]; k [t_k, index_head_dim], the keys of all context-parallel
-    ranks; weights [t, index_n_heads] fp32.
+    q [t, index_n_heads, index_head_dim] of the queries whose keys this rank selects;
+    k [t_k, index_head_dim], the keys of all ranks; weights [t, index_n_heads] fp32.
     """
 
     q: Tensor
@@ -68,39 +68,42 @@ class LightningIndexer(MegatronModule):
         wanted = self.training and torch.is_grad_enabled() and self.config.indexer_loss_coeff > 0
         return wanted and any(p.requires_grad for p in self.parameters())
 
-    def project(self, x: Tensor, q_latent: Tensor, row: TokenRow) -> IndexInputs:
-        """x [s / tp, b, hidden_size]; q_latent [s / tp, b, q_lora_rank] normalised."""
+    def project(self, x: Tensor, q_latent: Tensor, own: TokenRow) -> IndexInputs:
+        """x [s / tp, b, hidden_size]; q_latent [s / tp, b, q_lora_rank] normalised.
+
+        Where attention is shared by heads every tensor-parallel rank runs the whole indexer.
+        """
         glm5 = self.config.glm5
-        cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
-        q = self._all_tokens(self.linear_wq_b(q_latent)[0], row)
-        k = self._all_tokens(self.k_norm(self.linear_wk(x)[0]), row)
-        weights = self._all_tokens(self.linear_weights_proj(x)[0], row)
-        q = q.view(-1, glm5.index_n_heads, glm5.index_head_dim)
-        return IndexInputs(
-            q=self._rope_first_dims(q, cos, sin),
-            k=gather_keys(self._rope_first_dims(k, cos, sin), row.batch),
-            weights=weights * self.weight_scale,
-        )
+        cos, sin = rope_cos_sin(own.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
+        q = own.flatten(self.linear_wq_b(q_latent)[0])
+        q = self._rope_first_dims(q.view(-1, glm5.index_n_heads, glm5.index_head_dim), cos, sin)
+        k = own.flatten(self.k_norm(self.linear_wk(x)[0]))
+        k = self._rope_first_dims(k, cos, sin)
+        weights = own.flatten(self.linear_weights_proj(x)[0]) * self.weight_scale
+        by_tokens = self.config.attention_parallel == "tokens"
+        if not by_tokens:
+            q, weights = (gather_rows(y, own.batch, partial_grad=False) for y in (q, weights))
+        return IndexInputs(q, gather_keys(k, own.batch, partial_grad=by_tokens), weights)
 
-    def _all_tokens(self, x: Tensor, row: TokenRow) -> Tensor:
-        """x [s / tp, b, d] -> [t, d]; every rank runs the whole indexer, so gradients agree."""
-        return row.flatten(gather_tokens(x, self.config, partial_grad=False))
-
-    def select(self, inputs: IndexInputs, row: TokenRow) -> Tensor:
-        """The topk_indices [t, index_topk] int32 of every query of the row."""
+    def select(self, inputs: IndexInputs, queries: TokenRow) -> Tensor:
+        """The topk_indices [t, index_topk] int32 of every query."""
         topk = self.config.glm5.index_topk
         return self.backend.select_topk(
-            inputs.q, inputs.k, inputs.weights, row.starts, row.ends, topk
+            inputs.q, inputs.k, inputs.weights, queries.starts, queries.ends, topk
         )
 
-    def forward(self, x: Tensor, q_latent: Tensor, row: TokenRow) -> tuple[Tensor, IndexInputs]:
+    def forward(
+        self, x: Tensor, q_latent: Tensor, own: TokenRow, queries: TokenRow
+    ) -> tuple[Tensor, IndexInputs]:
         """Selects keys; the inputs come back for the KL loss, with gradients only when it `trains`.
+
+        `own` are the tokens of x, `queries` those whose keys this rank selects.
 
         The main loss never reaches the indexer, nor the indexer's loss the model, hence the detach.
         """
         with torch.set_grad_enabled(self.trains):
-            inputs = self.project(x.detach(), q_latent.detach(), row)
-        return self.select(inputs, row), inputs
+            inputs = self.project(x.detach(), q_latent.detach(), own)
+        return self.select(inputs, queries), inputs
 
     def _rope_first_dims(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         glm5 = self.config.glm5

@@ -7,8 +7,12 @@ from glm5.errors import LayoutError
 from glm5.runtime.distributed import Layout
 
 
-def check_layout(glm5: Glm5Config, layout: Layout, *, indexer_loss_coeff: float, mtp: bool) -> None:
+def check_layout(
+    glm5: Glm5Config, layout: Layout, *, indexer_trains: bool, whole_heads: bool, mtp: bool
+) -> None:
     """Checks all but the pipeline's stages.
+
+    `whole_heads`: every rank has all heads of the queries that it attends for.
 
     Raises:
         LayoutError: a size does not divide what it splits, or two features exclude each other.
@@ -19,14 +23,14 @@ def check_layout(glm5: Glm5Config, layout: Layout, *, indexer_loss_coeff: float,
                 f"{name} does not divide over the ranks",
                 got=f"{size} over {ranks}",
                 expected="a multiple of the number of ranks",
-                remedy="choose another tp or ep",
+                remedy="choose another tp, ep or etp",
             )
-    if indexer_loss_coeff > 0 and layout.tp > 1:
+    if indexer_trains and not whole_heads:
         raise LayoutError(
             "the indexer's loss needs the attention of all heads",
-            got=f"indexer_loss_coeff {indexer_loss_coeff} with tp {layout.tp}",
-            expected="tp 1 where the indexer trains",
-            remedy="freeze the indexer, or set tp to 1",
+            got=f"attention_parallel 'heads' with tp {layout.tp}",
+            expected="attention_parallel 'tokens' where the indexer trains",
+            remedy="set layout.attention_parallel to 'tokens', or freeze the indexer",
         )
     if mtp and (layout.cp > 1 or layout.tp > 1):
         raise LayoutError(
@@ -45,4 +49,5 @@ def _splits(glm5: Glm5Config, layout: Layout) -> list[tuple[str, int, int]]:
         ("intermediate_size", glm5.intermediate_size, layout.tp),
         ("moe_intermediate_size x n_shared_experts", shared_width, layout.tp),
         ("n_routed_experts", glm5.n_routed_experts, layout.ep),
+        ("moe_intermediate_size", glm5.moe_intermediate_size, layout.etp),
     ]

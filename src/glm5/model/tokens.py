@@ -29,6 +29,14 @@ class TokenRow:
     def positions(self) -> Tensor:
         return self.ends - 1 - self.starts
 
+    def share(self, rank: int, size: int) -> TokenRow:
+        """The queries of one of `size` ranks, among which every sequence is shared contiguously."""
+
+        def part(bound: Tensor) -> Tensor:
+            return bound.view(self.batch, size, -1)[:, rank].flatten()
+
+        return TokenRow(part(self.starts), part(self.ends), self.batch)
+
     def flatten(self, x: Tensor) -> Tensor:
         """x [s, b, d] -> [b * s, d]."""
         return x.transpose(0, 1).reshape(-1, x.shape[-1])
@@ -52,7 +60,5 @@ def token_row(
         cu_seqlens = packed_seq_params.cu_seqlens_q
     else:
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * full_len
-    rank = parallel_state.get_context_parallel_rank()
-    bounds = document_bounds(cu_seqlens, full_len * batch)
-    starts, ends = (bound.view(batch, cp_size, seq_len)[:, rank].flatten() for bound in bounds)
-    return TokenRow(starts, ends, batch)
+    row = TokenRow(*document_bounds(cu_seqlens, full_len * batch), batch)
+    return row.share(parallel_state.get_context_parallel_rank(), cp_size)

@@ -18,6 +18,7 @@ from glm5.ops.backends import get_backend
 from glm5.runtime.distributed import Layout
 
 Recompute = Literal["none", "selective", "full"]
+AttentionParallel = Literal["tokens", "heads"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SELECTIVE_MODULES = ("core_attn", "mlp", "moe")
@@ -32,6 +33,9 @@ class Glm5TransformerConfig(MLATransformerConfig):
 
     dsa_attention_backend: str = "torch"
     """Name of the backend (glm5.ops.backends) that runs the indexer and the sparse attention."""
+
+    attention_parallel: AttentionParallel = "tokens"
+    """What tensor-parallel ranks share in the attention core and the indexer."""
 
     indexer_loss_coeff: float = 0.0
     """Weight of the indexer's KL loss; 0 runs the indexer without gradients."""
@@ -55,6 +59,7 @@ def glm5_transformer_config(
     indexer_loss_coeff: float = 0.0,
     include_mtp: bool = False,
     layers_per_stage: Sequence[int] | None = None,
+    attention_parallel: AttentionParallel = "tokens",
 ) -> Glm5TransformerConfig:
     """Translates the published configuration into Megatron-Core's.
 
@@ -66,11 +71,19 @@ def glm5_transformer_config(
         LayoutError: the model cannot be split as the layout or `layers_per_stage` says.
     """
     get_backend(backend)
-    check_layout(glm5, layout, indexer_loss_coeff=indexer_loss_coeff, mtp=include_mtp)
+    whole_heads = attention_parallel == "tokens" or layout.tp == 1
+    check_layout(
+        glm5,
+        layout,
+        indexer_trains=indexer_loss_coeff > 0,
+        whole_heads=whole_heads,
+        mtp=include_mtp,
+    )
     stages = pipeline_layout(glm5, layout.pp, layers_per_stage, mtp=include_mtp)
     return Glm5TransformerConfig(
         glm5=glm5,
         dsa_attention_backend=backend,
+        attention_parallel=attention_parallel,
         indexer_loss_coeff=indexer_loss_coeff,
         **_dimensions(glm5),
         **_experts(glm5, device, layout),
@@ -170,7 +183,7 @@ def _execution(device: torch.device, dtype: torch.dtype, layout: Layout) -> dict
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": layout.etp,
         # experts need it beside tensor parallelism
         "sequence_parallel": layout.tp > 1,
         # gradients are averaged over the trained tokens of the whole batch, not per micro-batch

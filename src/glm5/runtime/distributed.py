@@ -19,11 +19,12 @@ class Layout:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int = 1
 
     @property
     def splits_model(self) -> bool:
         """Whether one process holds less than the whole model."""
-        return max(self.tp, self.pp, self.ep) > 1
+        return max(self.tp, self.pp, self.ep, self.etp) > 1
 
 
 def default_device() -> torch.device:
@@ -75,11 +76,11 @@ def _init_parallel_state(layout: Layout) -> None:
 
     world_size = dist.get_world_size()
     model_size = layout.tp * layout.pp * layout.cp
-    if world_size % model_size or world_size % (layout.ep * layout.pp):
+    if world_size % model_size or world_size % (layout.ep * layout.etp * layout.pp):
         raise LayoutError(
             "the layout does not divide the processes",
             got=f"{layout} on {world_size} process(es)",
-            expected="tp*pp*cp and ep*pp each divide the number of processes",
+            expected="tp*pp*cp and ep*etp*pp each divide the number of processes",
             remedy="start another number of processes or change the layout",
         )
     parallel_state.initialize_model_parallel(
@@ -87,8 +88,7 @@ def _init_parallel_state(layout: Layout) -> None:
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        # experts are split over whole experts, never inside one
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=layout.etp,
     )
 
 
@@ -101,6 +101,7 @@ def current_layout() -> Layout:
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
         cp=parallel_state.get_context_parallel_world_size(),
         ep=parallel_state.get_expert_model_parallel_world_size(),
+        etp=parallel_state.get_expert_tensor_parallel_world_size(),
     )
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from glm5.errors import ConfigError, DivergedError
+from glm5.lora.gradients import sum_expert_gradients
 from glm5.train.batches import BatchShaper
 from glm5.train.metrics import MetricsLog
 from glm5.train.packing import BatchOrder, PackedDataset
@@ -180,9 +181,16 @@ class _Window:
 def _connect(state: TrainState) -> None:
     """Tells Megatron's schedules how this run scales its loss and finishes its gradients."""
     config = state.model.module.config
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finalize_gradients
     config.grad_scale_func = state.optimizer.scale_loss
     config.no_sync_func = state.model.no_sync
+
+
+def finalize_gradients(model: list[DistributedDataParallel], *args: Any, **kwargs: Any) -> None:
+    """Megatron's sums over ranks, and those that only adapters need."""
+    finalize_model_grads(model, *args, **kwargs)
+    for chunk in model:
+        sum_expert_gradients(chunk)
 
 
 def _sum_reports(reports: Sequence[dict[str, Tensor]], device: torch.device) -> LossSum:

@@ -178,6 +178,7 @@ def build_trainable(run: RunConfig, folder: Path) -> GPTModel:
         indexer_loss_coeff=run.indexer_loss_coeff,
         latent_norm_eps=run.model.latent_norm_eps,
         layers_per_stage=run.layout.layers_per_stage,
+        attention_parallel=run.layout.attention_parallel,
     )
     if run.lora is not None:
         attach_lora(model, lora_spec(run), seed=run.train.seed)
@@ -203,7 +204,8 @@ def describe_model(model: GPTModel) -> str:
 
 def parallel_layout(run: RunConfig) -> Layout:
     """The sizes of the `[layout]` table."""
-    return Layout(tp=run.layout.tp, pp=run.layout.pp, cp=run.layout.cp, ep=run.layout.ep)
+    sizes = run.layout
+    return Layout(tp=sizes.tp, pp=sizes.pp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
 
 
 def lora_spec(run: RunConfig) -> LoraSpec:

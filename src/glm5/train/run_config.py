@@ -37,6 +37,8 @@ FREE_ON_RESUME = (
     "layout.pp",
     "layout.cp",
     "layout.ep",
+    "layout.etp",
+    "layout.attention_parallel",
     "layout.layers_per_stage",
     "train.steps",
     "train.eval_every",
@@ -145,6 +147,10 @@ class LayoutSection(_Section):
     """Context parallel ranks: they share the tokens of a row."""
     ep: Annotated[int, Field(ge=1)] = 1
     """Expert parallel ranks: they share the routed experts."""
+    etp: Annotated[int, Field(ge=1)] = 1
+    """Expert tensor parallel ranks: they share the width of every routed expert."""
+    attention_parallel: Literal["tokens", "heads"] = "tokens"
+    """What tensor parallel ranks share in the attention core and the indexer."""
     layers_per_stage: Annotated[tuple[int, ...], BeforeValidator(_to_tuple)] | None = None
     """Decoder layers of each pipeline stage; absent: the most even split that IndexShare allows."""
 
