@@ -1,6 +1,8 @@
 """What each process of a layout does: train three steps, save, go on from another's checkpoint."""
 
 import hashlib
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +45,16 @@ class Job:
     layout: Layout
     recipe: str
     """adapters: LoRA on every linear; weights: full training with a frozen indexer; indexer: full
-    training with the indexer's loss; bf16: adapters in bf16."""
+    training with the indexer's loss; exact, bf16: adapters in fp32 and in bf16 on a model
+    `without_decisions`."""
     resume_from: Path | None = None
     """Run folder of another layout, whose last checkpoint is gone on from."""
     recompute: str = "none"
     attention_parallel: str = "tokens"
 
     def run_config(self) -> RunConfig:
-        lora = {"rank": 3, "alpha": 6.0} if self.recipe in ("adapters", "bf16") else None
+        adapts = self.recipe in ("adapters", "exact", "bf16")
+        lora = {"rank": 3, "alpha": 6.0} if adapts else None
         tables: dict[str, Any] = {
             "model": {
                 "path": str(self.hf_dir),
@@ -70,6 +74,19 @@ class Job:
         else:
             tables["train"]["indexer_loss_coeff"] = 0.5 if self.recipe == "indexer" else 0.0
         return RunConfig.from_dict(tables, source="the test")
+
+
+def without_decisions(hf_dir: Path, target: Path) -> Path:
+    """A copy of a tiny folder whose model routes to all experts and attends to all keys.
+
+    In bf16 a tie in a router or an indexer falls either way, and a token that goes to another
+    expert is not an error of rounding size. Here nothing is left to choose.
+    """
+    shutil.copytree(hf_dir, target)
+    config = json.loads((target / "config.json").read_text())
+    config |= {"num_experts_per_tok": config["n_routed_experts"], "index_topk": 64}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
 
 
 def dataset(lengths: tuple[int, ...] = LENGTHS, seq_length: int = SEQ_LENGTH) -> PackedDataset:
@@ -166,7 +183,7 @@ def complete_gradients(model: DistributedDataParallel) -> None:
 
 def gradients_of(model: GPTModel) -> dict[str, Tensor]:
     """Copies of Megatron's gradient buffers by global name."""
-    return {name: p.main_grad.clone() for name, p in trained(model)}
+    return {name: p.main_grad.detach().cpu().clone() for name, p in trained(model)}
 
 
 def gradients_when_recomputed(jobs: list[Job]) -> list[dict[str, Any]]:
@@ -227,7 +244,7 @@ def refusals(layouts: list[Layout]) -> list[str]:
 
 def weights(model: GPTModel) -> dict[str, Tensor]:
     """Copies of what trains by global name."""
-    return {name: p.detach().float().clone() for name, p in trained(model)}
+    return {name: p.detach().float().cpu().clone() for name, p in trained(model)}
 
 
 def trained(model: GPTModel) -> Iterator[tuple[str, nn.Parameter]]:

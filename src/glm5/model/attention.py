@@ -15,7 +15,7 @@ from glm5.model.indexer import IndexInputs, LightningIndexer
 from glm5.model.indexer_loss import add_indexer_loss
 from glm5.model.linear import LatentUpProjection, ReplicatedLinear
 from glm5.model.norm import RMSNorm
-from glm5.model.parallel import gather_keys, heads_to_tokens, tokens_to_heads
+from glm5.model.parallel import by_rank, gather_keys, heads_to_tokens, in_order, tokens_to_heads
 from glm5.model.tokens import TokenRow, token_row
 from glm5.model.transformer_config import Glm5TransformerConfig
 from glm5.ops.backends import get_backend
@@ -71,7 +71,6 @@ class DSASelfAttention(MegatronModule):
         )
         self.indexer = LightningIndexer(config) if indexer_type == "full" else None
         self.backend = get_backend(config.dsa_attention_backend)
-        self.by_tokens = config.attention_parallel == "tokens"
         self.recompute_core = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
@@ -85,19 +84,19 @@ class DSASelfAttention(MegatronModule):
         """hidden_states [s, b, hidden_size] normalised -> (output of that shape, topk_indices).
 
         topk_indices [t, index_topk] int32 of the nearest full layer above; a full layer replaces
-        it. Under sequence parallelism hidden_states is [s / tp, b, hidden_size], and so are the
-        tokens of topk_indices where attention is shared by tokens.
+        it. Under sequence parallelism hidden_states is [s / tp, b, hidden_size]; where ranks share
+        the queries, topk_indices is [t / tp, index_topk].
         """
         row = self._token_row(hidden_states, packed_seq_params)
         own = self._own_tokens(row)
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         index_inputs = None
         if self.indexer is not None:
-            queries = own if self.by_tokens else row
+            queries = row.of_this_rank() if self.config.shares_queries else row
             topk_indices, index_inputs = self.indexer(hidden_states, q_latent, own, queries)
         assert topk_indices is not None, f"layer {self.layer_number} shares a top-k nobody made"
         q, kv = self._queries(q_latent, row), self._keys(hidden_states, own)
-        out, lse = self._attend(q, kv, topk_indices, row.batch)
+        out, lse = self._attend(q, kv, topk_indices)
         output, _ = self.linear_proj(row.unflatten(out))
         if index_inputs is not None and index_inputs.want_gradients:
             output = self._with_indexer_loss(output, index_inputs, q, kv, lse, topk_indices)
@@ -117,18 +116,20 @@ class DSASelfAttention(MegatronModule):
         return row.share(group.rank(), group.size())
 
     def _queries(self, q_latent: Tensor, row: TokenRow) -> Tensor:
-        """Absorbed q of this rank's share: [t, h / tp, d_qk] by heads, [t / tp, h, d_qk] by tokens.
+        """Absorbed q: [t, h / tp, d_qk] of this rank's heads, or [t / tp, h, d_qk] of its queries.
 
-        A rank has the weights of its own heads, so it makes those of all tokens first.
+        A rank has the weights of its own heads, so it makes those of all queries first.
         """
         glm5 = self.config.glm5
         cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
         q = row.flatten(self.linear_q_up_proj(q_latent)[0])
         q = q.view(q.shape[0], -1, glm5.qk_head_dim)
+        if self.config.shares_queries:
+            q, cos, sin = by_rank(q), by_rank(cos), by_rank(sin)
         q_nope, q_rope = q.split([glm5.qk_nope_head_dim, glm5.qk_rope_head_dim], dim=-1)
         q_rope = apply_rope(q_rope, cos, sin, interleaved=glm5.rope_interleave)
         q = torch.cat([self.linear_kv_up_proj.absorb_query(q_nope), q_rope], dim=-1)
-        return heads_to_tokens(q, row.batch) if self.by_tokens else q
+        return heads_to_tokens(q) if self.config.shares_queries else q
 
     def _keys(self, x: Tensor, own: TokenRow) -> Tensor:
         """kv [t_k, d_qk] of all tokens: there is one latent head, so every rank needs it whole."""
@@ -139,22 +140,19 @@ class DSASelfAttention(MegatronModule):
         k_rope = apply_rope(k_rope, cos, sin, interleaved=glm5.rope_interleave)
         return gather_keys(torch.cat([self.kv_layernorm(kv_latent), k_rope], dim=-1), own.batch)
 
-    def _attend(
-        self, q: Tensor, kv: Tensor, topk_indices: Tensor, batch: int
-    ) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
         """(out [t, h / tp * v_head_dim], lse of the queries); recomputed when asked for."""
         if self.recompute_core and self.training:
-            return tensor_parallel.checkpoint(self._core, False, q, kv, topk_indices, batch)
-        return self._core(q, kv, topk_indices, batch)
+            return tensor_parallel.checkpoint(self._core, False, q, kv, topk_indices)
+        return self._core(q, kv, topk_indices)
 
-    def _core(
-        self, q: Tensor, kv: Tensor, topk_indices: Tensor, batch: int
-    ) -> tuple[Tensor, Tensor]:
+    def _core(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
         glm5 = self.config.glm5
         out_latent, lse = self.backend.sparse_mla(q, kv, topk_indices, glm5.softmax_scale, glm5.d_v)
-        if self.by_tokens:
-            out_latent = tokens_to_heads(out_latent, batch)
-        return self.linear_kv_up_proj.expand_output(out_latent).flatten(1), lse
+        if not self.config.shares_queries:
+            return self.linear_kv_up_proj.expand_output(out_latent).flatten(1), lse
+        out = self.linear_kv_up_proj.expand_output(tokens_to_heads(out_latent))
+        return in_order(out.flatten(1)), lse
 
     def _with_indexer_loss(
         self,

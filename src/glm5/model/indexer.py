@@ -9,7 +9,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from glm5.model.linear import ReplicatedLinear
-from glm5.model.parallel import gather_keys, gather_rows, sum_gradient_over_tp
+from glm5.model.parallel import (
+    gather_keys,
+    gather_rows,
+    of_this_rank,
+    sum_gradient_over_tp,
+)
 from glm5.model.tokens import TokenRow
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 from glm5.ops.backends import get_backend
@@ -68,22 +73,34 @@ class LightningIndexer(MegatronModule):
         wanted = self.training and torch.is_grad_enabled() and self.config.indexer_loss_coeff > 0
         return wanted and any(p.requires_grad for p in self.parameters())
 
-    def project(self, x: Tensor, q_latent: Tensor, own: TokenRow) -> IndexInputs:
+    def project(self, x: Tensor, q_latent: Tensor, own: TokenRow, queries: TokenRow) -> IndexInputs:
         """x [s / tp, b, hidden_size]; q_latent [s / tp, b, q_lora_rank] normalised.
 
-        Where attention is shared by heads every tensor-parallel rank runs the whole indexer.
+        Tensor-parallel ranks that share attention by heads run the whole indexer each.
         """
-        glm5 = self.config.glm5
-        cos, sin = rope_cos_sin(own.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
-        q = own.flatten(self.linear_wq_b(q_latent)[0])
-        q = self._rope_first_dims(q.view(-1, glm5.index_n_heads, glm5.index_head_dim), cos, sin)
         k = own.flatten(self.k_norm(self.linear_wk(x)[0]))
-        k = self._rope_first_dims(k, cos, sin)
+        k = gather_keys(
+            self._rope_first_dims(k, own), own.batch, partial_grad=self.config.shares_queries
+        )
         weights = own.flatten(self.linear_weights_proj(x)[0]) * self.weight_scale
-        by_tokens = self.config.attention_parallel == "tokens"
-        if not by_tokens:
-            q, weights = (gather_rows(y, own.batch, partial_grad=False) for y in (q, weights))
-        return IndexInputs(q, gather_keys(k, own.batch, partial_grad=by_tokens), weights)
+        q_latent = own.flatten(q_latent)
+        if self.config.shares_queries:
+            weights = of_this_rank(gather_rows(weights, own.batch, partial_grad=True))
+            # q would be twice as wide
+            q_latent = of_this_rank(gather_rows(q_latent, own.batch, partial_grad=True))
+            return IndexInputs(self._queries(q_latent, queries), k, weights)
+        q, weights = (
+            gather_rows(x, own.batch, partial_grad=False)
+            for x in (self._queries(q_latent, own), weights)
+        )
+        return IndexInputs(q, k, weights)
+
+    def _queries(self, q_latent: Tensor, row: TokenRow) -> Tensor:
+        """q_latent [t, q_lora_rank] -> q [t, index_n_heads, index_head_dim] of the same tokens."""
+        glm5 = self.config.glm5
+        q = self.linear_wq_b(q_latent)[0]
+        q = q.view(-1, glm5.index_n_heads, glm5.index_head_dim)
+        return self._rope_first_dims(q, row)
 
     def select(self, inputs: IndexInputs, queries: TokenRow) -> Tensor:
         """The topk_indices [t, index_topk] int32 of every query."""
@@ -98,16 +115,16 @@ class LightningIndexer(MegatronModule):
         """Selects keys; the inputs come back for the KL loss, with gradients only when it `trains`.
 
         `own` are the tokens of x, `queries` those whose keys this rank selects.
-
         The main loss never reaches the indexer, nor the indexer's loss the model, hence the detach.
         """
         with torch.set_grad_enabled(self.trains):
-            inputs = self.project(x.detach(), q_latent.detach(), own)
+            inputs = self.project(x.detach(), q_latent.detach(), own, queries)
         return self.select(inputs, queries), inputs
 
-    def _rope_first_dims(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rope_first_dims(self, x: Tensor, row: TokenRow) -> Tensor:
         glm5 = self.config.glm5
         rope_dim = glm5.qk_rope_head_dim
+        cos, sin = rope_cos_sin(row.positions, rope_dim, glm5.rope_theta)
         rotated, passed = x.split([rope_dim, glm5.index_head_dim - rope_dim], dim=-1)
         rotated = apply_rope(rotated, cos, sin, interleaved=glm5.indexer_rope_interleave)
         return torch.cat([rotated, passed], dim=-1)

@@ -28,23 +28,38 @@ def gather_keys(x: Tensor, batch: int, *, partial_grad: bool = True) -> Tensor:
     return _gather(x, batch, parallel_state.get_context_parallel_group(), partial_grad=True)
 
 
-def heads_to_tokens(x: Tensor, batch: int) -> Tensor:
-    """x [b * s, h / tp, d] of this rank's heads -> [b * s / tp, h, d] of its own tokens."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1:
-        return x
-    by_rank = x.unflatten(0, (batch, group.size(), -1)).transpose(0, 1)
-    heads = all_to_all(group, by_rank.flatten(0, 2)).unflatten(0, (group.size(), -1))
-    return heads.transpose(0, 1).flatten(1, 2)
+def by_rank(x: Tensor) -> Tensor:
+    """x [t, ...] -> the same rows, first those of tensor-parallel rank 0, then of rank 1, ...
+
+    Rank r has the queries r, r + tp, r + 2 tp, ...: later queries of a document have more keys to
+    score, and so every rank has as many of each.
+    """
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    return x.unflatten(0, (-1, size)).transpose(0, 1).flatten(0, 1)
 
 
-def tokens_to_heads(x: Tensor, batch: int) -> Tensor:
-    """Undoes `heads_to_tokens`: x [b * s / tp, h, d] -> [b * s, h / tp, d]."""
+def in_order(x: Tensor) -> Tensor:
+    """Undoes `by_rank`."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    return x.unflatten(0, (size, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def of_this_rank(x: Tensor) -> Tensor:
+    """x [t, ...] -> [t / tp, ...], the rows of this rank's queries."""
     group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() == 1:
-        return x
-    by_rank = x.unflatten(1, (group.size(), -1)).transpose(0, 1)
-    return _sequences(all_to_all(group, by_rank.flatten(0, 1)), batch, group.size())
+    return x[group.rank() :: group.size()]
+
+
+def heads_to_tokens(x: Tensor) -> Tensor:
+    """x [t, h / tp, d] of this rank's heads, rows `by_rank` -> [t / tp, h, d] of its queries."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    return all_to_all(group, x).unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
+
+
+def tokens_to_heads(x: Tensor) -> Tensor:
+    """Undoes `heads_to_tokens`: x [t / tp, h, d] -> [t, h / tp, d], rows `by_rank`."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    return all_to_all(group, x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1))
 
 
 def _gather(x: Tensor, batch: int, group: Any, partial_grad: bool) -> Tensor:
@@ -53,12 +68,7 @@ def _gather(x: Tensor, batch: int, group: Any, partial_grad: bool) -> Tensor:
     shards = gather_from_sequence_parallel_region(
         x, tensor_parallel_output_grad=partial_grad, group=group
     )
-    return _sequences(shards, batch, group.size())
-
-
-def _sequences(shards: Tensor, batch: int, size: int) -> Tensor:
-    """shards [size * b * s / size, ...], rank after rank -> whole sequences [b * s, ...]."""
-    return shards.unflatten(0, (size, batch, -1)).transpose(0, 1).flatten(0, 2)
+    return shards.unflatten(0, (group.size(), batch, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def sum_gradient_over_tp(*parameters: nn.Parameter) -> None:

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from glm5.model.parallel import of_this_rank
 from glm5.ops.masks import document_bounds
 
 
@@ -36,6 +37,10 @@ class TokenRow:
             return bound.view(self.batch, size, -1)[:, rank].flatten()
 
         return TokenRow(part(self.starts), part(self.ends), self.batch)
+
+    def of_this_rank(self) -> TokenRow:
+        """The tensor-parallel rank's share of the queries, as one row."""
+        return TokenRow(of_this_rank(self.starts), of_this_rank(self.ends), batch=1)
 
     def flatten(self, x: Tensor) -> Tensor:
         """x [s, b, d] -> [b * s, d]."""

@@ -40,6 +40,11 @@ class Glm5TransformerConfig(MLATransformerConfig):
     indexer_loss_coeff: float = 0.0
     """Weight of the indexer's KL loss; 0 runs the indexer without gradients."""
 
+    @property
+    def shares_queries(self) -> bool:
+        """Whether a rank attends for its share of the queries with all heads."""
+        return self.attention_parallel == "tokens" and self.tensor_model_parallel_size > 1
+
 
 def build_device(config: MLATransformerConfig) -> torch.device:
     """Where modules built from `config` put their parameters."""
