@@ -22,6 +22,7 @@ LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
     "cp2": (2, Layout(cp=2), ("adapters", "indexer")),
     "pp2": (2, Layout(pp=2), ("adapters", "indexer")),
     "etp2": (2, Layout(etp=2), ("adapters", "weights")),
+    "pp2vpp2": (2, Layout(pp=2, vpp=2), ("adapters", "indexer")),
     "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters",)),
     "tp2pp2ep2": (4, Layout(tp=2, pp=2, ep=2), ("adapters",)),
     "tp2ep2etp2": (4, Layout(tp=2, ep=2, etp=2), ("adapters",)),

@@ -51,6 +51,7 @@ class Job:
     """Run folder of another layout, whose last checkpoint is gone on from."""
     recompute: str = "none"
     attention_parallel: str = "tokens"
+    layers_per_stage: tuple[int, ...] | None = None
 
     def run_config(self) -> RunConfig:
         adapts = self.recipe in ("adapters", "exact", "bf16")
@@ -69,6 +70,8 @@ class Job:
             "layout": {"attention_parallel": self.attention_parallel},
             "output": {"dir": str(self.out_dir)},
         }
+        if self.layers_per_stage is not None:
+            tables["layout"]["layers_per_stage"] = list(self.layers_per_stage)
         if lora is not None:
             tables["lora"] = lora
         else:
@@ -118,7 +121,7 @@ def observe(job: Job) -> dict[str, Any]:
         # one row for which a second data-parallel rank has none
         "eval_loss": loop.evaluate(dataset(LENGTHS[:3])).mean,
         "gradients": gradients[0],
-        "weights": weights(loop.state.model.module),
+        "weights": weights(loop),
     }
     save(job, loop)
     if job.resume_from is not None:
@@ -138,19 +141,21 @@ def start(job: Job, data: PackedDataset | None = None) -> TrainLoop:
     """The job's loop before its first step; B of every adapter is not zero."""
     ensure_distributed(default_device(), job.layout)
     run = job.run_config()
-    module = build_trainable(run, hf_folder(run.model.path))
-    randomise_adapters(module)
-    model = wrap_data_parallel(module)
-    optimizer = build_optimizer(model, run.optimizer)
+    chunks = build_trainable(run, hf_folder(run.model.path))
+    for chunk in chunks:
+        randomise_adapters(chunk)
+    wrapped = wrap_data_parallel(chunks)
+    optimizer = build_optimizer(wrapped, run.optimizer)
     scheduler = build_scheduler(optimizer, run.optimizer, run.train.steps)
-    state = TrainState(model, optimizer, scheduler)
+    state = TrainState(wrapped, optimizer, scheduler)
     return TrainLoop(state, data or dataset(), None, run.train, shuffle=False)
 
 
 def save(job: Job, loop: TrainLoop) -> None:
     run = job.run_config()
     inputs = base_fingerprints(job.hf_dir)
-    record = checkpoint_record(run, loop.state.model.module, LAST_STEP, inputs)
+    glm5 = loop.state.chunks[0].module.config.glm5
+    record = checkpoint_record(run, glm5, LAST_STEP, inputs)
     loop.state.save(job.out_dir, record, job.hf_dir, keep=2)
 
 
@@ -164,8 +169,9 @@ def record_gradients(loop: TrainLoop) -> list[dict[str, Tensor]]:
     step = loop.state.optimizer.step
 
     def recording_step() -> Any:
-        complete_gradients(loop.state.model)
-        taken.append(gradients_of(loop.state.model.module))
+        for chunk in loop.state.chunks:
+            complete_gradients(chunk)
+        taken.append(gradients_of(loop))
         return step()
 
     loop.state.optimizer.step = recording_step
@@ -181,9 +187,9 @@ def complete_gradients(model: DistributedDataParallel) -> None:
             torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
 
 
-def gradients_of(model: GPTModel) -> dict[str, Tensor]:
+def gradients_of(loop: TrainLoop) -> dict[str, Tensor]:
     """Copies of Megatron's gradient buffers by global name."""
-    return {name: p.main_grad.detach().cpu().clone() for name, p in trained(model)}
+    return {name: p.main_grad.detach().cpu().clone() for name, p in trained(loop)}
 
 
 def gradients_when_recomputed(jobs: list[Job]) -> list[dict[str, Any]]:
@@ -199,7 +205,7 @@ def gradients_when_recomputed(jobs: list[Job]) -> list[dict[str, Any]]:
 
 def count_attention_calls(loop: TrainLoop) -> int:
     """How often this stage's first attention core runs in one more step."""
-    attention = loop.state.model.module.decoder.layers[0].self_attention
+    attention = loop.state.chunks[0].module.decoder.layers[0].self_attention
     calls, core = [], attention._core
 
     def counted(*args: Any) -> Any:
@@ -216,7 +222,7 @@ def one_short_row(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
     data = dataset(lengths, sum(lengths))
     loop = start(job, data)
     gradients, selected = record_gradients(loop), []
-    layer = loop.state.model.module.decoder.layers[0]
+    layer = loop.state.chunks[0].module.decoder.layers[0]
     layer.self_attention.indexer.register_forward_hook(
         lambda module, args, out: selected.append(out[0].clone())
     )
@@ -242,17 +248,18 @@ def refusals(layouts: list[Layout]) -> list[str]:
     return messages
 
 
-def weights(model: GPTModel) -> dict[str, Tensor]:
+def weights(loop: TrainLoop) -> dict[str, Tensor]:
     """Copies of what trains by global name."""
-    return {name: p.detach().float().cpu().clone() for name, p in trained(model)}
+    return {name: p.detach().float().cpu().clone() for name, p in trained(loop)}
 
 
-def trained(model: GPTModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """What trains, by global name."""
-    global_name = GlobalNames(model)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield global_name(base_name(name)), parameter
+def trained(loop: TrainLoop) -> Iterator[tuple[str, nn.Parameter]]:
+    """What trains on this rank, by global name."""
+    for chunk in loop.state.chunks:
+        global_name = GlobalNames(chunk.module)
+        for name, parameter in chunk.module.named_parameters():
+            if parameter.requires_grad:
+                yield global_name(base_name(name)), parameter
 
 
 def randomise_adapters(model: GPTModel, factor: Callable[[str], float] = lambda path: 1.0) -> None:

@@ -31,6 +31,7 @@ LAYOUTS = {
     "dp2": Layout(),
     "tp2": Layout(tp=2),
     "pp2": Layout(pp=2),
+    "pp2vpp2": Layout(pp=2, vpp=2),
     "ep2": Layout(ep=2),
     "cp2": Layout(cp=2),
     "etp2": Layout(etp=2),

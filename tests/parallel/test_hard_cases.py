@@ -65,7 +65,7 @@ def test_the_down_projection_of_the_shared_expert_counts_once(
         loop = start(job("doubled", "adapters"))
         only = "shared_experts.linear_fc2.down_proj"
         randomise_adapters(
-            loop.state.model.module, lambda path: factor if path.endswith(only) else 1.0
+            loop.state.chunks[0].module, lambda path: factor if path.endswith(only) else 1.0
         )
         return numbers(loop._step(1))["loss"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def mcore_tensors(model: GPTModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_hf_weights(
-    model: GPTModel,
+    chunks: Sequence[GPTModel],
     reader: TensorReader,
     rules: Iterable[Rule],
     *,
@@ -51,7 +51,7 @@ def load_hf_weights(
         CheckpointError: a source or target is missing, extra, repeated, or of another shape.
     """
     rules = list(rules)
-    targets = mcore_tensors(model)
+    targets = {name: tensor for chunk in chunks for name, tensor in mcore_tensors(chunk).items()}
     left_out = set(unused)
     sources = [name for name in reader.names() if name not in left_out]
     check_total(rules, sources, _names_on_all_ranks(targets))

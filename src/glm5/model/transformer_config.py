@@ -68,8 +68,9 @@ def glm5_transformer_config(
 ) -> Glm5TransformerConfig:
     """Translates the published configuration into Megatron-Core's.
 
-    `layers_per_stage` says which layers stand on which of the layout's pipeline stages; by default
-    the most even split that IndexShare allows.
+    `layers_per_stage` says how many layers stand on each of the layout's pp * vpp pipeline stages,
+    in the model's order: stage i is on rank i mod pp. By default the most even split that
+    IndexShare allows.
 
     Raises:
         BackendError: `backend` is unknown or cannot run here.
@@ -84,7 +85,7 @@ def glm5_transformer_config(
         whole_heads=whole_heads,
         mtp=include_mtp,
     )
-    stages = pipeline_layout(glm5, layout.pp, layers_per_stage, mtp=include_mtp)
+    stages = pipeline_layout(glm5, layout.pp * layout.vpp, layers_per_stage, mtp=include_mtp)
     return Glm5TransformerConfig(
         glm5=glm5,
         dsa_attention_backend=backend,
@@ -187,6 +188,10 @@ def _execution(device: torch.device, dtype: torch.dtype, layout: Layout) -> dict
         "perform_initialization": False,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
+        # of two pipeline ranks each is before and after the other, and in one batch of messages
+        # activations and gradients between them are taken for one another
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
         "context_parallel_size": layout.cp,
         "expert_tensor_parallel_size": layout.etp,
         # experts need it beside tensor parallelism

@@ -35,7 +35,7 @@ class BatchShaper:
         ranks = parallel_state.get_data_parallel_world_size()
         rank = parallel_state.get_data_parallel_rank()
         micro_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        missing = -len(micro_batches) % ranks
+        missing = -len(micro_batches) % (ranks * micro_batches_together())
         return [*micro_batches, *[()] * missing][rank::ranks]
 
     def micro_batches(self, shares: Sequence[Sequence[int]]) -> Iterator[PackedRow]:
@@ -59,6 +59,15 @@ class BatchShaper:
         if not layout.splits_model and layout.cp == 1:
             return row
         return pad_row(row, self.capacity, self.pad_token_id)
+
+
+def micro_batches_together() -> int:
+    """The number of a rank's micro-batches must be a multiple of this.
+
+    Interleaved stages work on groups of pp micro-batches in turn (arXiv 2104.04473, section 2.2).
+    """
+    layout = current_layout()
+    return layout.pp if layout.vpp > 1 else 1
 
 
 def token_multiple() -> int:

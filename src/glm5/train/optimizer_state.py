@@ -10,7 +10,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
 
 def sharded_optimizer(
-    optimizer: ChainedOptimizer, trained: dict[str, Any], *, is_loading: bool
+    optimizer: ChainedOptimizer, trained: dict[int, Any], *, is_loading: bool
 ) -> dict[int, Any]:
     """Megatron's sharded tensors of the optimiser of `trained`, in any layout alike; collective.
 

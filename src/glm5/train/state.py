@@ -29,15 +29,18 @@ from glm5.train.optimizer_state import load_optimizer, sharded_optimizer
 
 
 class TrainState:
-    """What a run must find again to go on bit for bit; the data order is a function of the step."""
+    """What a run must find again to go on bit for bit; the data order is a function of the step.
+
+    `chunks` are this rank's pipeline stages: one, or several if they are interleaved.
+    """
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        chunks: list[DistributedDataParallel],
         optimizer: ChainedOptimizer,
         scheduler: OptimizerParamScheduler,
     ) -> None:
-        self.model = model
+        self.chunks = chunks
         self.optimizer = optimizer
         self.scheduler = scheduler
 
@@ -63,12 +66,15 @@ class TrainState:
             CheckpointError: the checkpoint is damaged or of another model.
         """
         loaded = load_sharded(checkpoint / MCORE_FOLDER, self._sharded(is_loading=True))
-        load_trained(self.model.module, loaded["model"])
+        for number, chunk in enumerate(self.chunks):
+            load_trained(chunk.module, loaded["model"][number])
         self.scheduler.load_state_dict(loaded["scheduler"])
         load_optimizer(self.optimizer, loaded["optimizer"], self.scheduler.num_steps)
 
     def _sharded(self, *, is_loading: bool) -> dict[str, Any]:
-        trained = sharded_trained(self.model.module)
+        trained = {
+            number: sharded_trained(chunk.module) for number, chunk in enumerate(self.chunks)
+        }
         return {
             "model": trained,
             "optimizer": sharded_optimizer(self.optimizer, trained, is_loading=is_loading),
