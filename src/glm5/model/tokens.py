@@ -11,6 +11,7 @@ from torch import Tensor
 
 from glm5.model.parallel import of_this_rank
 from glm5.ops.masks import document_bounds
+from glm5.ops.row_major import row_major
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class TokenRow:
 
     def unflatten(self, x: Tensor) -> Tensor:
         """x [b * s, d] -> [s, b, d]."""
-        return x.view(self.batch, -1, x.shape[-1]).transpose(0, 1)
+        return row_major(x.view(self.batch, -1, x.shape[-1]).transpose(0, 1))
 
 
 def token_row(
