@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from glm5.checkpoint.ckpt_dir import step_folder
 from glm5.checkpoint.fingerprint import base_fingerprints
 from glm5.checkpoint.hf_folder import hf_folder
-from glm5.errors import LayoutError
 from glm5.lora.attach import adapted_modules, base_name
 from glm5.model.names import GlobalNames
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
@@ -33,7 +32,7 @@ from glm5.train.state import TrainState
 # Odd, so that rows are padded where ranks share tokens; long documents cross a shard's border.
 SEQ_LENGTH = 29
 LENGTHS = (20, 9, 27, 2, 29, 11, 18, 13, 15, 24, 5, 29, 3, 25)
-LAST_STEP, LATER_STEP = 3, 4
+LAST_STEP, LATER_STEPS = 3, (4, 5)
 
 
 @dataclass(frozen=True)
@@ -44,38 +43,37 @@ class Job:
     out_dir: Path
     layout: Layout
     recipe: str
-    """adapters: LoRA on every linear; weights: full training with a frozen indexer; indexer: full
-    training with the indexer's loss; exact, bf16: adapters in fp32 and in bf16 on a model
-    `without_decisions`."""
+    """adapters: LoRA on every linear; heads: the same with attention shared by heads; weights: full
+    training with a frozen indexer; indexer: full training with the indexer's loss; mtp: that and
+    the MTP layer's; exact, bf16: adapters in fp32 and in bf16 on a model `without_decisions`."""
     resume_from: Path | None = None
     """Run folder of another layout, whose last checkpoint is gone on from."""
     recompute: str = "none"
-    attention_parallel: str = "tokens"
-    layers_per_stage: tuple[int, ...] | None = None
+    adapter_rank: int = 3
 
     def run_config(self) -> RunConfig:
-        adapts = self.recipe in ("adapters", "exact", "bf16")
-        lora = {"rank": 3, "alpha": 6.0} if adapts else None
+        adapts = self.recipe in ("adapters", "heads", "exact", "bf16")
+        lora = {"rank": self.adapter_rank, "alpha": 6.0} if adapts else None
         tables: dict[str, Any] = {
             "model": {
                 "path": str(self.hf_dir),
                 "dtype": "bfloat16" if self.recipe == "bf16" else "float32",
                 "recompute": self.recompute,
+                "mtp": self.recipe == "mtp",
             },
             "data": {"train": str(self.hf_dir / "data/train.jsonl"), "seq_length": SEQ_LENGTH},
             # With a small eps Adam turns the sign of a gradient that is zero but for rounding into
             # a whole step.
-            "optimizer": {"lr": 1e-2, "eps": 1e-3, "schedule": "constant", "weight_decay": 0.1},
-            "train": {"steps": LATER_STEP, "global_batch_size": 4},
-            "layout": {"attention_parallel": self.attention_parallel},
+            "optimizer": {"lr": 1e-2, "eps": 1e-3, "schedule": "linear", "weight_decay": 0.1},
+            "train": {"steps": 10, "global_batch_size": 4},
+            "layout": {"attention_parallel": "heads" if self.recipe == "heads" else "tokens"},
             "output": {"dir": str(self.out_dir)},
         }
-        if self.layers_per_stage is not None:
-            tables["layout"]["layers_per_stage"] = list(self.layers_per_stage)
         if lora is not None:
             tables["lora"] = lora
         else:
-            tables["train"]["indexer_loss_coeff"] = 0.5 if self.recipe == "indexer" else 0.0
+            trains_indexer = self.recipe in ("indexer", "mtp")
+            tables["train"]["indexer_loss_coeff"] = 0.5 if trains_indexer else 0.0
         return RunConfig.from_dict(tables, source="the test")
 
 
@@ -130,11 +128,25 @@ def observe(job: Job) -> dict[str, Any]:
 
 
 def resumed_steps(job: Job) -> list[dict[str, float]]:
-    """Step 4 from the checkpoint of step 3 in `resume_from`."""
+    """Steps 4 and 5 from the checkpoint of step 3 in `resume_from`."""
+    loop = resume(job, LAST_STEP)
+    return [numbers(loop._step(step)) for step in LATER_STEPS]
+
+
+def one_step_more(job: Job, step: int) -> dict[str, float]:
+    """The step after the checkpoint of `step` in `resume_from`, saved in turn."""
+    loop = resume(job, step)
+    values = numbers(loop._step(step + 1))
+    save(job, loop, step + 1)
+    return values
+
+
+def resume(job: Job, step: int) -> TrainLoop:
+    """The job's loop after the checkpoint of `step` in `resume_from`."""
     assert job.resume_from is not None
     loop = start(job)
-    loop.state.load(step_folder(job.resume_from, LAST_STEP))
-    return [numbers(loop._step(step)) for step in range(LAST_STEP + 1, LATER_STEP + 1)]
+    loop.state.load(step_folder(job.resume_from, step))
+    return loop
 
 
 def start(job: Job, data: PackedDataset | None = None) -> TrainLoop:
@@ -151,11 +163,11 @@ def start(job: Job, data: PackedDataset | None = None) -> TrainLoop:
     return TrainLoop(state, data or dataset(), None, run.train, shuffle=False)
 
 
-def save(job: Job, loop: TrainLoop) -> None:
+def save(job: Job, loop: TrainLoop, step: int = LAST_STEP) -> None:
     run = job.run_config()
     inputs = base_fingerprints(job.hf_dir)
     glm5 = loop.state.chunks[0].module.config.glm5
-    record = checkpoint_record(run, glm5, LAST_STEP, inputs)
+    record = checkpoint_record(run, glm5, step, inputs)
     loop.state.save(job.out_dir, record, job.hf_dir, keep=2)
 
 
@@ -237,15 +249,17 @@ def one_short_row(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def refusals(layouts: list[Layout]) -> list[str]:
-    """What starting each of these layouts in this process says."""
-    messages = []
-    for layout in layouts:
-        try:
-            ensure_distributed(default_device(), layout)
-        except LayoutError as error:
-            messages.append(str(error))
-    return messages
+def selections_when_shared(jobs: list[Job]) -> list[Tensor]:
+    """What the first indexer selects in one step, for each job."""
+    found: list[Tensor] = []
+    for job in jobs:
+        loop = start(job)
+        indexer = loop.state.chunks[0].module.decoder.layers[0].self_attention.indexer
+        taken: list[Tensor] = []
+        indexer.register_forward_hook(lambda module, args, out, taken=taken: taken.append(out[0]))
+        loop._step(1)
+        found.append(torch.cat(taken))
+    return found
 
 
 def weights(loop: TrainLoop) -> dict[str, Tensor]:

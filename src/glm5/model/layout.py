@@ -32,11 +32,13 @@ def check_layout(
             expected="attention_parallel 'tokens' where the indexer trains",
             remedy="set layout.attention_parallel to 'tokens', or freeze the indexer",
         )
-    if mtp and (layout.cp > 1 or layout.tp > 1):
+    if mtp and layout.cp > 1:
         raise LayoutError(
-            "the MTP layer is built with tp = cp = 1 only",
-            got=f"tp {layout.tp}, cp {layout.cp}",
-            remedy="leave the MTP layer out",
+            # Megatron shifts each rank's tokens as if they were two chunks, one from either end
+            "the MTP layer cannot look one token ahead into another context-parallel rank",
+            got=f"model.mtp with cp {layout.cp}",
+            expected="cp 1 where the MTP layer trains",
+            remedy="leave the MTP layer out, or set cp to 1",
         )
 
 

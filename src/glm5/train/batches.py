@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state
 
+from glm5.errors import DataError
 from glm5.runtime.distributed import current_layout
 from glm5.train.packing import PackedDataset, PackedRow, concat_rows, pad_row
 
@@ -79,6 +80,17 @@ def token_multiple() -> int:
 
 
 def context_share(x: torch.Tensor) -> torch.Tensor:
-    """x [t] -> [t / cp], this context-parallel rank's contiguous part."""
+    """x [t] -> [t / cp], this context-parallel rank's contiguous part.
+
+    Raises:
+        DataError: the ranks do not divide the row.
+    """
     size = parallel_state.get_context_parallel_world_size()
+    if x.numel() % size:
+        raise DataError(
+            "a row does not divide over the context-parallel ranks",
+            got=f"{x.numel()} tokens over {size} ranks",
+            expected="a multiple of the number of ranks",
+            remedy="pad the row, as training does",
+        )
     return x.chunk(size)[parallel_state.get_context_parallel_rank()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed import DistError
 
 from glm5.checkpoint.atomic import new_folder
 from glm5.checkpoint.ckpt_dir import (
@@ -25,7 +27,11 @@ from glm5.checkpoint.ckpt_dir import (
 from glm5.checkpoint.hf_files import copy_small_files
 from glm5.checkpoint.megatron_io import load_sharded, save_sharded
 from glm5.checkpoint.trained import load_trained, sharded_trained
+from glm5.errors import CheckpointError
 from glm5.train.optimizer_state import load_optimizer, sharded_optimizer
+
+# gloo has no error class of its own
+_CONNECTION = re.compile(r"gloo|[Cc]onnection|[Tt]imed? ?out")
 
 
 class TrainState:
@@ -85,7 +91,7 @@ class TrainState:
 @contextmanager
 def _folder_of_all_ranks(target: Path) -> Iterator[Path]:
     """`new_folder`, made and put in place by rank 0, while every rank writes its shards there."""
-    with new_folder(target) if is_writer() else nullcontext() as made:
+    with _ranks_meet(target), new_folder(target) if is_writer() else nullcontext() as made:
         if made is not None:
             (made / MCORE_FOLDER).mkdir()
         # the name is random, so the others must be told
@@ -97,6 +103,22 @@ def _folder_of_all_ranks(target: Path) -> Iterator[Path]:
         dist.barrier()
     # nobody goes on before the folder is in place
     dist.barrier()
+
+
+@contextmanager
+def _ranks_meet(target: Path) -> Iterator[None]:
+    """Says what it means when ranks that save together cannot reach one another."""
+    try:
+        yield
+    except (DistError, RuntimeError) as error:
+        if isinstance(error, DistError) or _CONNECTION.search(str(error)):
+            raise CheckpointError(
+                f"another process ended or hung while {target.name} was being saved",
+                got=str(error).strip().partition("\n")[0],
+                expected="all processes of the run",
+                remedy="see what it printed; the checkpoints before are whole, resume from them",
+            ) from error
+        raise
 
 
 def is_writer() -> bool:
