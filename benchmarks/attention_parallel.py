@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.timing import interleaved_medians
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers, mappings
 from torch import Tensor
 
-from benchmarks.timing import interleaved_medians
 from glm5.checkpoint.tiny import tiny_config
 from glm5.cli.quiet import quiet_libraries
 from glm5.config import Glm5Config

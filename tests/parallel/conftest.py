@@ -41,7 +41,7 @@ CASES = [
     if recipe != "bf16"
 ]
 # In one process there is nothing to share.
-SAME_ALONE = {"heads": "adapters"}
+SAME_ALONE = {"heads": "mtp"}
 
 One = Callable[[str], dict[str, Any]]
 Ranks = Callable[[str, str], list[dict[str, Any]]]

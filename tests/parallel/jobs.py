@@ -43,23 +43,23 @@ class Job:
     out_dir: Path
     layout: Layout
     recipe: str
-    """adapters: LoRA on every linear; heads: the same with attention shared by heads; weights: full
-    training with a frozen indexer; indexer: full training with the indexer's loss; mtp: that and
-    the MTP layer's; exact, bf16: adapters in fp32 and in bf16 on a model `without_decisions`."""
+    """adapters: LoRA on every linear; weights: full training with a frozen indexer; indexer: full
+    training with the indexer's loss; mtp: that and the MTP layer's; heads: the same with attention
+    shared by heads; exact, bf16: adapters in fp32 and in bf16 on a model `without_decisions`."""
     resume_from: Path | None = None
     """Run folder of another layout, whose last checkpoint is gone on from."""
     recompute: str = "none"
     adapter_rank: int = 3
 
     def run_config(self) -> RunConfig:
-        adapts = self.recipe in ("adapters", "heads", "exact", "bf16")
+        adapts = self.recipe in ("adapters", "exact", "bf16")
         lora = {"rank": self.adapter_rank, "alpha": 6.0} if adapts else None
         tables: dict[str, Any] = {
             "model": {
                 "path": str(self.hf_dir),
                 "dtype": "bfloat16" if self.recipe == "bf16" else "float32",
                 "recompute": self.recompute,
-                "mtp": self.recipe == "mtp",
+                "mtp": self.recipe in ("mtp", "heads"),
             },
             "data": {"train": str(self.hf_dir / "data/train.jsonl"), "seq_length": SEQ_LENGTH},
             # With a small eps Adam turns the sign of a gradient that is zero but for rounding into
@@ -72,7 +72,7 @@ class Job:
         if lora is not None:
             tables["lora"] = lora
         else:
-            trains_indexer = self.recipe in ("indexer", "mtp")
+            trains_indexer = self.recipe in ("indexer", "mtp", "heads")
             tables["train"]["indexer_loss_coeff"] = 0.5 if trains_indexer else 0.0
         return RunConfig.from_dict(tables, source="the test")
 

@@ -201,7 +201,7 @@ def test_gate_and_up_adapters_are_exported_in_order(
 
 def test_ranks_that_share_queries_select_what_ranks_that_share_heads_do(job: MakeJob) -> None:
     """Bit for bit; rank r of two has the queries r, r + 2, ... of every micro-batch."""
-    jobs = [job("tp2", recipe) for recipe in ("heads", "adapters")]
+    jobs = [job("tp2", recipe) for recipe in ("heads", "mtp")]
     ranks = run_ranks(jobs[0].out_dir / "selected", 2, selections_when_shared, jobs)
     (all_rows, even), (same_rows, odd) = ranks
     assert torch.equal(all_rows, same_rows)

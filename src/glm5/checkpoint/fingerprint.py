@@ -19,8 +19,8 @@ WEIGHTS, CONFIG, TOKENIZER = "base weights", "config.json", "tokenizer and chat 
 def base_fingerprints(hf_dir: Path) -> dict[str, str]:
     """Of a Hugging Face folder: its weights, its config.json, and its other small files.
 
-    Weights are sampled: their size and 64 evenly spaced pieces of 4 KiB of every file, which finds
-    any tensor that changed as a whole, without reading a terabyte.
+    Weights are sampled: their size and 64 evenly spaced pieces of 4 KiB of every file, which tells
+    another release or another training from this one without reading a terabyte.
     """
     others = [
         file

@@ -15,7 +15,14 @@ from glm5.model.indexer import IndexInputs, LightningIndexer
 from glm5.model.indexer_loss import add_indexer_loss
 from glm5.model.linear import LatentUpProjection, ReplicatedLinear
 from glm5.model.norm import RMSNorm
-from glm5.model.parallel import by_rank, gather_keys, heads_to_tokens, in_order, tokens_to_heads
+from glm5.model.parallel import (
+    by_rank,
+    gather_keys,
+    heads_to_tokens,
+    in_order,
+    tokens_to_heads,
+    tp_sum,
+)
 from glm5.model.tokens import TokenRow, token_row
 from glm5.model.transformer_config import Glm5TransformerConfig
 from glm5.ops.backends import get_backend
@@ -164,6 +171,7 @@ class DSASelfAttention(MegatronModule):
         topk_indices: Tensor,
     ) -> Tensor:
         return add_indexer_loss(
+            self.backend,
             output,
             index_inputs,
             q.detach(),
@@ -172,4 +180,5 @@ class DSASelfAttention(MegatronModule):
             topk_indices,
             softmax_scale=self.config.glm5.softmax_scale,
             coeff=self.config.indexer_loss_coeff,
+            sum_over_ranks=None if self.config.shares_queries else tp_sum(),
         )

@@ -7,12 +7,8 @@ from glm5.errors import LayoutError
 from glm5.runtime.distributed import Layout
 
 
-def check_layout(
-    glm5: Glm5Config, layout: Layout, *, indexer_trains: bool, whole_heads: bool, mtp: bool
-) -> None:
+def check_layout(glm5: Glm5Config, layout: Layout, *, mtp: bool) -> None:
     """Checks all but the pipeline's stages.
-
-    `whole_heads`: every rank has all heads of the queries that it attends for.
 
     Raises:
         LayoutError: a size does not divide what it splits, or two features exclude each other.
@@ -25,13 +21,6 @@ def check_layout(
                 expected="a multiple of the number of ranks",
                 remedy="choose another tp, ep or etp",
             )
-    if indexer_trains and not whole_heads:
-        raise LayoutError(
-            "the indexer's loss needs the attention of all heads",
-            got=f"attention_parallel 'heads' with tp {layout.tp}",
-            expected="attention_parallel 'tokens' where the indexer trains",
-            remedy="set layout.attention_parallel to 'tokens', or freeze the indexer",
-        )
     if mtp and layout.cp > 1:
         raise LayoutError(
             # Megatron shifts each rank's tokens as if they were two chunks, one from either end

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor, nn
+
+from glm5.ops.indexer_kl.inputs import SumOverRanks
 
 
 def gather_rows(x: Tensor, batch: int, *, partial_grad: bool) -> Tensor:
@@ -78,3 +81,11 @@ def sum_gradient_over_tp(*parameters: nn.Parameter) -> None:
     """
     for parameter in parameters:
         parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+def tp_sum() -> SumOverRanks | None:
+    """A function that adds up a constant in place over the tensor-parallel ranks; None for one."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return None
+    group = parallel_state.get_tensor_model_parallel_group()
+    return lambda part: torch.distributed.all_reduce(part, group=group)
