@@ -120,6 +120,7 @@ def observe(job: Job) -> dict[str, Any]:
         "eval_loss": loop.evaluate(dataset(LENGTHS[:3])).mean,
         "gradients": gradients[0],
         "weights": weights(loop),
+        "moments": num_moments(loop),
     }
     save(job, loop)
     if job.resume_from is not None:
@@ -169,6 +170,12 @@ def save(job: Job, loop: TrainLoop, step: int = LAST_STEP) -> None:
     glm5 = loop.state.chunks[0].module.config.glm5
     record = checkpoint_record(run, glm5, step, inputs)
     loop.state.save(job.out_dir, record, job.hf_dir, keep=2)
+
+
+def num_moments(loop: TrainLoop) -> int:
+    """Elements of the optimiser's second moments on this rank."""
+    parts = loop.state.optimizer.chained_optimizers
+    return sum(m["exp_avg_sq"].numel() for part in parts for m in part.optimizer.state.values())
 
 
 def numbers(values: dict[str, float]) -> dict[str, float]:

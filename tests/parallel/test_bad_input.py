@@ -59,7 +59,7 @@ def test_a_layout_that_does_not_divide_the_processes(
     ("name", "parts"),
     [
         ("interleaved alone", ("interleaved", "vpp 2 with pp 1")),
-        ("missing shard", ("cannot be loaded", "distcp", "use another checkpoint")),
+        ("missing shard", ("is damaged", "distcp", "use another checkpoint")),
         ("another rank", ("cannot be loaded", "pairs.")),
         ("odd row", ("does not divide over the context-parallel ranks", "29 tokens over 2 ranks")),
     ],

@@ -78,6 +78,18 @@ def test_the_down_projection_of_the_shared_expert_counts_once(
         assert rank["steps"][0]["loss"] == pytest.approx(once, rel=LOSS_BOUND)
 
 
+@pytest.mark.parametrize("recipe", ["adapters", "indexer"])
+def test_ranks_with_the_same_parameters_share_their_optimiser(
+    one: One, ranks: Ranks, recipe: str
+) -> None:
+    """Each has half of the moments; buffers are padded to a multiple of 128 elements a rank."""
+    whole = one(recipe)["moments"]
+    assert whole == sum(gradient.numel() for gradient in one(recipe)["gradients"].values())
+    halves = [rank["moments"] for rank in ranks("dp2", recipe)]
+    assert sum(halves) == whole
+    assert max(halves) - min(halves) <= 4 * 128
+
+
 @pytest.mark.parametrize(
     ("name", "recipe"), [("ep2", "adapters"), ("ep2", "indexer"), ("tp2cp2ep4", "adapters")]
 )
