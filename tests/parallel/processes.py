@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 150
+TIMEOUT_SECONDS = 300
 PRELOADED = ["glm5.train.run", "glm5.export.restore", "tests.parallel.jobs"]
 _FORKS = multiprocessing.get_context("forkserver")
 
