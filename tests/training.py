@@ -61,10 +61,10 @@ def start(run: RunConfig) -> TrainLoop:
     """The run, ready for its first step."""
     folder = Path(run.model.path)
     train_data, eval_data = load_datasets(run, folder, Glm5Config.from_hf(folder))
-    model = wrap_data_parallel(build_trainable(run, folder))
-    optimizer = build_optimizer(model, run.optimizer)
+    chunks = wrap_data_parallel(build_trainable(run, folder))
+    optimizer = build_optimizer(chunks, run.optimizer)
     scheduler = build_scheduler(optimizer, run.optimizer, run.train.steps)
-    state = TrainState(model, optimizer, scheduler)
+    state = TrainState(chunks, optimizer, scheduler)
     return TrainLoop(state, train_data, eval_data, run.train, shuffle=run.data.shuffle)
 
 

@@ -128,3 +128,27 @@ def test_the_indexer_gets_no_gradient_from_the_main_loss(model: GPTModel) -> Non
     probe_loss(logits(model.train(), draw_tokens(29))).backward()
     without = {name for name, p in model.named_parameters() if p.grad is None}
     assert without == {name for name, _ in model.named_parameters() if ".indexer." in name}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_every_linear_gets_rows_that_one_product_takes(model: GPTModel, batch: int) -> None:
+    """torch.matmul folds [s, b, d] into rows only where the strides say so."""
+    seen: dict[str, bool] = {}
+
+    def note(path: str, args: tuple[Any, ...]) -> None:
+        (x, *_) = args
+        seen[path] = x.dim() == 2 or x.stride(0) == x.stride(1) * x.shape[1]
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, path=path: note(path, args))
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2].startswith("linear_") or path == "output_layer"
+        if "kv_up" not in path and ".experts." not in path
+    ]
+    token_ids = draw_tokens(8 * batch).view(batch, 8)
+    with torch.no_grad():
+        model(token_ids, torch.arange(8).expand(batch, 8), None)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) > 40
+    assert [path for path, folds in seen.items() if not folds] == []

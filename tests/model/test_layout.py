@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import LayerType
 
 from glm5.checkpoint.tiny import tiny_config
 from glm5.config import Glm5Config
@@ -39,10 +40,11 @@ def configure(
         ),
         (Layout(ep=3), {}, "n_routed_experts.*8 over 3"),
         (Layout(ep=16), {}, "n_routed_experts.*8 over 16"),
+        (Layout(etp=4), {"moe_intermediate_size": 34}, "moe_intermediate_size.*34 over 4"),
     ],
 )
 def test_what_does_not_divide_is_named(layout: Layout, changed: dict[str, Any], named: str) -> None:
-    with pytest.raises(LayoutError, match=f"(?s){named}.*another tp or ep"):
+    with pytest.raises(LayoutError, match=f"(?s){named}.*another tp, ep or etp"):
         configure(layout, changed)
 
 
@@ -58,11 +60,21 @@ def test_what_divides_is_taken_over(layout: Layout) -> None:
     assert config.expert_model_parallel_size == layout.ep
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2)])
-def test_the_mtp_layer_is_not_split(layout: Layout) -> None:
-    with pytest.raises(LayoutError, match="MTP layer"):
-        configure(layout, include_mtp=True)
-    configure(Layout(pp=2, ep=2), include_mtp=True)
+def test_the_mtp_layer_needs_whole_rows() -> None:
+    with pytest.raises(LayoutError, match=r"(?s)MTP layer.*cp 2.*set cp to 1"):
+        configure(Layout(cp=2), include_mtp=True)
+    configure(Layout(tp=2, pp=2, ep=2), include_mtp=True)
+
+
+def test_stages_are_interleaved_over_the_pipeline_ranks() -> None:
+    config = configure(Layout(pp=2, vpp=2))
+    layout = config.pipeline_model_parallel_layout
+    assert config.virtual_pipeline_model_parallel_size == 2
+    # rank 0 has the first and the third stage of layers [1, 1, 4, 1]
+    counts = [[stage.count(LayerType.decoder) for stage in stages] for stages in layout.layout]
+    assert counts == [[1, 4], [1, 1]]
+    with pytest.raises(LayoutError, match=r"(?s)layers per stage.*4 positive"):
+        configure(Layout(pp=2, vpp=2), layers_per_stage=[2, 5])
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,16 @@ from torch import Tensor
 def assemble(ranks: list[dict[str, Any]], key: str, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """The whole tensors of `key` ("gradients" or "weights") by global name.
 
-    Ranks of one tensor-parallel rank must hold the same bits of a tensor, and so must all ranks of
-    one that is not cut.
+    Ranks of one (expert) tensor-parallel rank must hold the same bits of a tensor, and so must all
+    ranks of one that is not cut.
     """
     whole = {}
     for name in sorted({name for rank in ranks for name in rank[key]}):
         parts: dict[int, Tensor] = {}
+        axis = "etp_rank" if ".experts." in name else "tp_rank"
         for rank in ranks:
             if name in rank[key]:
-                part = parts.setdefault(rank["tp_rank"], rank[key][name])
+                part = parts.setdefault(rank[axis], rank[key][name])
                 assert torch.equal(part, rank[key][name]), f"{name}: replicas differ"
         whole[name] = _join(name, [parts[rank] for rank in sorted(parts)], like[name].shape)
     return whole

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from glm5.runtime.distributed import Layout
-from tests.parallel.jobs import Job, observe, resumed_steps, train_and_resume
+from tests.parallel.jobs import (
+    Job,
+    observe,
+    resumed_steps,
+    train_and_resume,
+    without_decisions,
+)
 from tests.parallel.processes import run_ranks
 from tests.tiny_models import TinyFolder, tiny_folder
 
@@ -18,14 +24,24 @@ __all__ = ["tiny_folder"]
 LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
     "dp2": (2, Layout(), ("adapters", "indexer")),
     "ep2": (2, Layout(ep=2), ("adapters", "indexer")),
-    "tp2": (2, Layout(tp=2), ("adapters", "indexer")),
-    "cp2": (2, Layout(cp=2), ("adapters", "indexer")),
-    "pp2": (2, Layout(pp=2), ("adapters", "indexer")),
-    "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters",)),
+    "etp2": (2, Layout(etp=2), ("adapters", "weights")),
+    "tp2": (2, Layout(tp=2), ("adapters", "heads", "mtp")),
+    "cp2": (2, Layout(cp=2), ("adapters", "indexer", "bf16")),
+    "pp2": (2, Layout(pp=2), ("adapters", "mtp")),
+    "pp2vpp2": (2, Layout(pp=2, vpp=2), ("adapters", "mtp", "bf16")),
+    "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters", "bf16")),
     "tp2pp2ep2": (4, Layout(tp=2, pp=2, ep=2), ("adapters",)),
+    "tp2ep2etp2": (4, Layout(tp=2, ep=2, etp=2), ("adapters",)),
     "tp2cp2ep4": (4, Layout(tp=2, cp=2, ep=4), ("adapters",)),
 }
-CASES = [(name, recipe) for name, (_, _, recipes) in LAYOUTS.items() for recipe in recipes]
+CASES = [
+    (name, recipe)
+    for name, (_, _, recipes) in LAYOUTS.items()
+    for recipe in recipes
+    if recipe != "bf16"
+]
+# In one process there is nothing to share.
+SAME_ALONE = {"heads": "mtp"}
 
 One = Callable[[str], dict[str, Any]]
 Ranks = Callable[[str, str], list[dict[str, Any]]]
@@ -35,20 +51,23 @@ Ranks = Callable[[str, str], list[dict[str, Any]]]
 def job(tiny_folder: TinyFolder, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
     """job(name, recipe) -> that recipe on the tiny 5.2, writing to a folder of its own."""
     folder = tmp_path_factory.mktemp("layouts")
+    undecided = without_decisions(tiny_folder("5.2"), folder / "undecided")
 
     def make(name: str, recipe: str) -> Job:
         layout = LAYOUTS[name][1] if name in LAYOUTS else Layout()
-        return Job(tiny_folder("5.2"), folder / name / recipe, layout, recipe)
+        hf_dir = undecided if recipe in ("exact", "bf16") else tiny_folder("5.2")
+        return Job(hf_dir, folder / name / recipe, layout, recipe)
 
     return make
 
 
 @pytest.fixture(scope="session")
 def one(job: Callable[..., Job]) -> One:
-    """one(recipe) -> what one process finds; "later" is its step 4, after a restart."""
+    """one(recipe) -> what one process finds; "later" are its steps 4 and 5, after a restart."""
     known: dict[str, dict[str, Any]] = {}
 
     def get(recipe: str) -> dict[str, Any]:
+        recipe = SAME_ALONE.get(recipe, recipe)
         if recipe not in known:
             alone = job("one", recipe)
             found = observe(alone)

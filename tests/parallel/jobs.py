@@ -1,6 +1,8 @@
 """What each process of a layout does: train three steps, save, go on from another's checkpoint."""
 
 import hashlib
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from glm5.checkpoint.ckpt_dir import step_folder
 from glm5.checkpoint.fingerprint import base_fingerprints
 from glm5.checkpoint.hf_folder import hf_folder
-from glm5.errors import LayoutError
 from glm5.lora.attach import adapted_modules, base_name
 from glm5.model.names import GlobalNames
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
@@ -30,7 +32,7 @@ from glm5.train.state import TrainState
 # Odd, so that rows are padded where ranks share tokens; long documents cross a shard's border.
 SEQ_LENGTH = 29
 LENGTHS = (20, 9, 27, 2, 29, 11, 18, 13, 15, 24, 5, 29, 3, 25)
-LAST_STEP, LATER_STEP = 3, 4
+LAST_STEP, LATER_STEPS = 3, (4, 5)
 
 
 @dataclass(frozen=True)
@@ -42,31 +44,50 @@ class Job:
     layout: Layout
     recipe: str
     """adapters: LoRA on every linear; weights: full training with a frozen indexer; indexer: full
-    training with the indexer's loss; bf16: adapters in bf16."""
+    training with the indexer's loss; mtp: that and the MTP layer's; heads: the same with attention
+    shared by heads; exact, bf16: adapters in fp32 and in bf16 on a model `without_decisions`."""
     resume_from: Path | None = None
     """Run folder of another layout, whose last checkpoint is gone on from."""
     recompute: str = "none"
+    adapter_rank: int = 3
 
     def run_config(self) -> RunConfig:
-        lora = {"rank": 3, "alpha": 6.0} if self.recipe in ("adapters", "bf16") else None
+        adapts = self.recipe in ("adapters", "exact", "bf16")
+        lora = {"rank": self.adapter_rank, "alpha": 6.0} if adapts else None
         tables: dict[str, Any] = {
             "model": {
                 "path": str(self.hf_dir),
                 "dtype": "bfloat16" if self.recipe == "bf16" else "float32",
                 "recompute": self.recompute,
+                "mtp": self.recipe in ("mtp", "heads"),
             },
             "data": {"train": str(self.hf_dir / "data/train.jsonl"), "seq_length": SEQ_LENGTH},
             # With a small eps Adam turns the sign of a gradient that is zero but for rounding into
             # a whole step.
-            "optimizer": {"lr": 1e-2, "eps": 1e-3, "schedule": "constant", "weight_decay": 0.1},
-            "train": {"steps": LATER_STEP, "global_batch_size": 4},
+            "optimizer": {"lr": 1e-2, "eps": 1e-3, "schedule": "linear", "weight_decay": 0.1},
+            "train": {"steps": 10, "global_batch_size": 4},
+            "layout": {"attention_parallel": "heads" if self.recipe == "heads" else "tokens"},
             "output": {"dir": str(self.out_dir)},
         }
         if lora is not None:
             tables["lora"] = lora
         else:
-            tables["train"]["indexer_loss_coeff"] = 0.5 if self.recipe == "indexer" else 0.0
+            trains_indexer = self.recipe in ("indexer", "mtp", "heads")
+            tables["train"]["indexer_loss_coeff"] = 0.5 if trains_indexer else 0.0
         return RunConfig.from_dict(tables, source="the test")
+
+
+def without_decisions(hf_dir: Path, target: Path) -> Path:
+    """A copy of a tiny folder whose model routes to all experts and attends to all keys.
+
+    In bf16 a tie in a router or an indexer falls either way, and a token that goes to another
+    expert is not an error of rounding size. Here nothing is left to choose.
+    """
+    shutil.copytree(hf_dir, target)
+    config = json.loads((target / "config.json").read_text())
+    config |= {"num_experts_per_tok": config["n_routed_experts"], "index_topk": 64}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
 
 
 def dataset(lengths: tuple[int, ...] = LENGTHS, seq_length: int = SEQ_LENGTH) -> PackedDataset:
@@ -89,15 +110,19 @@ def train_and_resume(jobs: list[Job]) -> list[dict[str, Any]]:
 def observe(job: Job) -> dict[str, Any]:
     """Losses, gradients of the first step, weights after three, and losses of a resumed run."""
     loop = start(job)
+    # one row for which a second data-parallel rank has none; before weights differ by rounding,
+    # which on these rows turns a near tie of the indexer
+    eval_loss = loop.evaluate(dataset(LENGTHS[:3])).mean
     gradients = record_gradients(loop)
     steps = [numbers(loop._step(step)) for step in range(1, LAST_STEP + 1)]
     found = {
         "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "etp_rank": parallel_state.get_expert_tensor_parallel_rank(),
         "steps": steps,
-        # one row for which a second data-parallel rank has none
-        "eval_loss": loop.evaluate(dataset(LENGTHS[:3])).mean,
+        "eval_loss": eval_loss,
         "gradients": gradients[0],
-        "weights": weights(loop.state.model.module),
+        "weights": weights(loop),
+        "moments": num_moments(loop),
     }
     save(job, loop)
     if job.resume_from is not None:
@@ -106,31 +131,53 @@ def observe(job: Job) -> dict[str, Any]:
 
 
 def resumed_steps(job: Job) -> list[dict[str, float]]:
-    """Step 4 from the checkpoint of step 3 in `resume_from`."""
+    """Steps 4 and 5 from the checkpoint of step 3 in `resume_from`."""
+    loop = resume(job, LAST_STEP)
+    return [numbers(loop._step(step)) for step in LATER_STEPS]
+
+
+def one_step_more(job: Job, step: int) -> dict[str, float]:
+    """The step after the checkpoint of `step` in `resume_from`, saved in turn."""
+    loop = resume(job, step)
+    values = numbers(loop._step(step + 1))
+    save(job, loop, step + 1)
+    return values
+
+
+def resume(job: Job, step: int) -> TrainLoop:
+    """The job's loop after the checkpoint of `step` in `resume_from`."""
     assert job.resume_from is not None
     loop = start(job)
-    loop.state.load(step_folder(job.resume_from, LAST_STEP))
-    return [numbers(loop._step(step)) for step in range(LAST_STEP + 1, LATER_STEP + 1)]
+    loop.state.load(step_folder(job.resume_from, step))
+    return loop
 
 
 def start(job: Job, data: PackedDataset | None = None) -> TrainLoop:
     """The job's loop before its first step; B of every adapter is not zero."""
     ensure_distributed(default_device(), job.layout)
     run = job.run_config()
-    module = build_trainable(run, hf_folder(run.model.path))
-    randomise_adapters(module)
-    model = wrap_data_parallel(module)
-    optimizer = build_optimizer(model, run.optimizer)
+    chunks = build_trainable(run, hf_folder(run.model.path))
+    for chunk in chunks:
+        randomise_adapters(chunk)
+    wrapped = wrap_data_parallel(chunks)
+    optimizer = build_optimizer(wrapped, run.optimizer)
     scheduler = build_scheduler(optimizer, run.optimizer, run.train.steps)
-    state = TrainState(model, optimizer, scheduler)
+    state = TrainState(wrapped, optimizer, scheduler)
     return TrainLoop(state, data or dataset(), None, run.train, shuffle=False)
 
 
-def save(job: Job, loop: TrainLoop) -> None:
+def save(job: Job, loop: TrainLoop, step: int = LAST_STEP) -> None:
     run = job.run_config()
     inputs = base_fingerprints(job.hf_dir)
-    record = checkpoint_record(run, loop.state.model.module, LAST_STEP, inputs)
+    glm5 = loop.state.chunks[0].module.config.glm5
+    record = checkpoint_record(run, glm5, step, inputs)
     loop.state.save(job.out_dir, record, job.hf_dir, keep=2)
+
+
+def num_moments(loop: TrainLoop) -> int:
+    """Elements of the optimiser's second moments on this rank."""
+    parts = loop.state.optimizer.chained_optimizers
+    return sum(m["exp_avg_sq"].numel() for part in parts for m in part.optimizer.state.values())
 
 
 def numbers(values: dict[str, float]) -> dict[str, float]:
@@ -143,16 +190,27 @@ def record_gradients(loop: TrainLoop) -> list[dict[str, Tensor]]:
     step = loop.state.optimizer.step
 
     def recording_step() -> Any:
-        taken.append(gradients_of(loop.state.model.module))
+        for chunk in loop.state.chunks:
+            complete_gradients(chunk)
+        taken.append(gradients_of(loop))
         return step()
 
     loop.state.optimizer.step = recording_step
     return taken
 
 
-def gradients_of(model: GPTModel) -> dict[str, Tensor]:
+def complete_gradients(model: DistributedDataParallel) -> None:
+    """Fetches what other ranks finished: each has the sums of its own share of the buffers."""
+    for bucket_group in model.bucket_groups + model.expert_parallel_bucket_groups:
+        group = bucket_group.intra_distributed_optimizer_instance_group
+        for bucket in bucket_group.buckets:
+            share = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
+
+
+def gradients_of(loop: TrainLoop) -> dict[str, Tensor]:
     """Copies of Megatron's gradient buffers by global name."""
-    return {name: p.main_grad.clone() for name, p in trained(model)}
+    return {name: p.main_grad.detach().cpu().clone() for name, p in trained(loop)}
 
 
 def gradients_when_recomputed(jobs: list[Job]) -> list[dict[str, Any]]:
@@ -168,7 +226,7 @@ def gradients_when_recomputed(jobs: list[Job]) -> list[dict[str, Any]]:
 
 def count_attention_calls(loop: TrainLoop) -> int:
     """How often this stage's first attention core runs in one more step."""
-    attention = loop.state.model.module.decoder.layers[0].self_attention
+    attention = loop.state.chunks[0].module.decoder.layers[0].self_attention
     calls, core = [], attention._core
 
     def counted(*args: Any) -> Any:
@@ -185,7 +243,7 @@ def one_short_row(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
     data = dataset(lengths, sum(lengths))
     loop = start(job, data)
     gradients, selected = record_gradients(loop), []
-    layer = loop.state.model.module.decoder.layers[0]
+    layer = loop.state.chunks[0].module.decoder.layers[0]
     layer.self_attention.indexer.observed = True
     layer.self_attention.indexer.register_forward_hook(
         lambda module, args, out: selected.append(out[0].clone())
@@ -193,6 +251,7 @@ def one_short_row(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
     step = numbers(loop._step(1))
     return {
         "tp_rank": 0,
+        "etp_rank": 0,
         "cp_rank": parallel_state.get_context_parallel_rank(),
         "gradients": gradients[0],
         "selected": selected[0],
@@ -200,28 +259,31 @@ def one_short_row(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def refusals(layouts: list[Layout]) -> list[str]:
-    """What starting each of these layouts in this process says."""
-    messages = []
-    for layout in layouts:
-        try:
-            ensure_distributed(default_device(), layout)
-        except LayoutError as error:
-            messages.append(str(error))
-    return messages
+def selections_when_shared(jobs: list[Job]) -> list[Tensor]:
+    """What the first indexer selects in one step, for each job."""
+    found: list[Tensor] = []
+    for job in jobs:
+        loop = start(job)
+        indexer = loop.state.chunks[0].module.decoder.layers[0].self_attention.indexer
+        taken: list[Tensor] = []
+        indexer.register_forward_hook(lambda module, args, out, taken=taken: taken.append(out[0]))
+        loop._step(1)
+        found.append(torch.cat(taken))
+    return found
 
 
-def weights(model: GPTModel) -> dict[str, Tensor]:
+def weights(loop: TrainLoop) -> dict[str, Tensor]:
     """Copies of what trains by global name."""
-    return {name: p.detach().float().clone() for name, p in trained(model)}
+    return {name: p.detach().float().cpu().clone() for name, p in trained(loop)}
 
 
-def trained(model: GPTModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """What trains, by global name."""
-    global_name = GlobalNames(model)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield global_name(base_name(name)), parameter
+def trained(loop: TrainLoop) -> Iterator[tuple[str, nn.Parameter]]:
+    """What trains on this rank, by global name."""
+    for chunk in loop.state.chunks:
+        global_name = GlobalNames(chunk.module)
+        for name, parameter in chunk.module.named_parameters():
+            if parameter.requires_grad:
+                yield global_name(base_name(name)), parameter
 
 
 def randomise_adapters(model: GPTModel, factor: Callable[[str], float] = lambda path: 1.0) -> None:
@@ -230,8 +292,7 @@ def randomise_adapters(model: GPTModel, factor: Callable[[str], float] = lambda 
     for path, module in adapted_modules(model):
         parts, part = 1, 0
         if module.split == "column":
-            parts = parallel_state.get_tensor_model_parallel_world_size()
-            part = parallel_state.get_tensor_model_parallel_rank()
+            parts, part = module.ranks.size(), module.ranks.rank()
         for hf_linear in module.pairs:
             b = module.pair(hf_linear).b
             name = f"{global_name(f'{path}.')}{hf_linear}"

@@ -19,8 +19,9 @@ from glm5.checkpoint.glm5_rules import glm5_rules
 from glm5.export.factors import adapter_factors
 from glm5.export.restore import restore_model
 from tests.parallel.assemble import assemble
-from tests.parallel.conftest import CASES, One, Ranks
-from tests.parallel.jobs import LAST_STEP, Job, resumed_steps
+from tests.parallel.conftest import CASES, SAME_ALONE, One, Ranks, results_of
+from tests.parallel.jobs import LAST_STEP, Job, one_step_more, resumed_steps
+from tests.parallel.processes import run_ranks
 from tests.tiny_models import assert_all_close
 
 LOSS_BOUND, NORM_BOUND, TENSOR_BOUND = 2e-6, 5e-6, 3e-5
@@ -74,12 +75,28 @@ def test_a_run_of_the_layout_goes_on_in_one_process(
     assert_same_steps(resumed_steps(alone), one("adapters")["later"])
 
 
+def test_a_run_goes_on_from_two_processes_over_four_to_one(
+    job: Callable[..., Job], one: One, ranks: Ranks
+) -> None:
+    """Weights, moments, rate and rows: each process count finds what the one before it left."""
+    ranks("tp2", "adapters")
+    four = replace(job("tp2pp2ep2", "adapters"), out_dir=job("chain", "adapters").out_dir)
+    four = replace(four, resume_from=job("tp2", "adapters").out_dir)
+    fourth = run_ranks(results_of(four), 4, one_step_more, four, LAST_STEP)
+    alone = replace(job("chain end", "adapters"), resume_from=four.out_dir)
+    fifth = one_step_more(alone, LAST_STEP + 1)
+    for rank in fourth:
+        assert_same_steps([rank, fifth], one("adapters")["later"])
+    # the rate tells the steps apart
+    assert fourth[0]["lr"] != fifth["lr"]
+
+
 @every_case
 def test_one_process_exports_what_the_layout_saved(
     job: Callable[..., Job], one: One, ranks: Ranks, name: str, recipe: str
 ) -> None:
     ranks(name, recipe), one(recipe)
-    expected = dict(exported(job("one", recipe)))
+    expected = dict(exported(job("one", SAME_ALONE.get(recipe, recipe))))
     assert_all_close(dict(exported(job(name, recipe))), expected, TENSOR_BOUND)
 
 
@@ -94,7 +111,7 @@ def exported(job: Job) -> Iterator[tuple[str, Tensor]]:
             yield f"{path}.b", factors.b
         return
     for hf_name, tensor in hf_weights(
-        mcore_tensors(model), glm5_rules(model.config.glm5, include_mtp=False)
+        mcore_tensors(model), glm5_rules(model.config.glm5, include_mtp=record.include_mtp)
     ):
         yield hf_name, tensor.detach().clone()
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from glm5.errors import DataError
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
 from glm5.train.batches import BatchShaper, context_share, token_multiple
 from glm5.train.chat import TokenizedChat
@@ -25,9 +26,11 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
         answers = {
             "get_tensor_model_parallel_world_size": layout.tp,
             "get_pipeline_model_parallel_world_size": layout.pp,
+            "get_virtual_pipeline_model_parallel_world_size": layout.vpp,
             "get_context_parallel_world_size": layout.cp,
             "get_context_parallel_rank": cp_rank,
             "get_expert_model_parallel_world_size": layout.ep,
+            "get_expert_tensor_parallel_world_size": layout.etp,
             "get_data_parallel_rank": dp[0],
             "get_data_parallel_world_size": dp[1],
         }
@@ -75,11 +78,24 @@ def test_a_rank_without_rows_computes_one_that_counts_nothing(place: Place) -> N
     assert idle.num_tokens > 0
 
 
+@pytest.mark.parametrize(("count", "idle"), [(1, 1), (2, 0), (3, 1), (4, 0)])
+def test_interleaved_stages_take_micro_batches_in_groups(
+    place: Place, count: int, idle: int
+) -> None:
+    place(Layout(pp=2, vpp=2))
+    shares = BatchShaper(data(5, seq_length=5), 1, PAD).share(range(count))
+    assert [len(rows) for rows in shares] == [1] * count + [0] * idle
+    # one stage after the other takes them as they come
+    place(Layout(pp=2))
+    assert len(BatchShaper(data(5, seq_length=5), 1, PAD).share(range(count))) == count
+
+
 @pytest.mark.parametrize(
     ("layout", "rows", "capacity"),
     [
         (Layout(pp=2), 1, 7),
         (Layout(ep=2), 1, 7),
+        (Layout(etp=2), 1, 7),
         (Layout(tp=2), 1, 8),
         (Layout(cp=2), 1, 8),
         (Layout(tp=2, cp=2), 1, 8),
@@ -122,3 +138,9 @@ def test_context_shares_are_contiguous_and_make_the_whole(place: Place, size: in
         shares.append(context_share(whole))
     assert torch.equal(torch.cat(shares), whole)
     assert {share.numel() for share in shares} == {12 // size}
+
+
+def test_a_row_that_the_ranks_do_not_divide_is_refused(place: Place) -> None:
+    place(Layout(cp=2))
+    with pytest.raises(DataError, match=r"(?s)context-parallel.*11 tokens over 2 ranks"):
+        context_share(torch.arange(11))

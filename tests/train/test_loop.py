@@ -55,7 +55,7 @@ def reduced_gradients(loop: TrainLoop, monkeypatch: pytest.MonkeyPatch) -> dict[
     step = loop.state.optimizer.step
 
     def spy() -> Any:
-        for name, parameter in trained(loop.state.model.module):
+        for name, parameter in trained(loop.state.chunks[0].module):
             found[name] = parameter.main_grad.clone()
         return step()
 
@@ -80,7 +80,7 @@ def test_a_step_is_plain_autograd_however_the_batch_is_cut(
 ) -> None:
     train = {"steps": 1, "global_batch_size": 4, "micro_batch_size": micro_batch_size}
     loop = start(run_config(tiny_folder("5.2"), tmp_path, train=train))
-    model = loop.state.model.module
+    model = loop.state.chunks[0].module
     randomise_adapters(model)
     rows = batch_of(loop, 1)
     # the mean over rows would be another loss
@@ -105,7 +105,7 @@ def test_only_adapters_change_and_only_they_cost_gradient_memory(
     tiny_folder: TinyFolder, tmp_path: Path
 ) -> None:
     loop = start(run_config(tiny_folder("5.2"), tmp_path))
-    model = loop.state.model.module
+    model = loop.state.chunks[0].module
     before = snapshot(model)
     run_loop(loop)
     after = snapshot(model)
@@ -114,7 +114,7 @@ def test_only_adapters_change_and_only_they_cost_gradient_memory(
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             assert parameter.grad is None and not hasattr(parameter, "main_grad"), name
-    wrapped = loop.state.model
+    wrapped = loop.state.chunks[0]
     buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
     num_trained = sum(parameter.numel() for _, parameter in trained(model))
     assert sum(buffer.grad_data.numel() for buffer in buffers) == num_trained
@@ -124,7 +124,7 @@ def test_full_training_updates_every_parameter_but_not_the_routers_bias(
     tiny_folder: TinyFolder, tmp_path: Path
 ) -> None:
     loop = start(run_config(tiny_folder("5.2"), tmp_path, train={"steps": 2}, **FULL))
-    model = loop.state.model.module
+    model = loop.state.chunks[0].module
     before = snapshot(model)
     run_loop(loop)
     after = snapshot(model)
@@ -142,10 +142,10 @@ def test_the_mtp_layer_trains_and_is_not_part_of_the_reported_loss(
         loop = start(
             run_config(tiny_folder("5"), tmp_path, model={"mtp": mtp}, train=train, **FULL)
         )
-        before = snapshot(loop.state.model.module)
+        before = snapshot(loop.state.chunks[0].module)
         run_loop(loop, tmp_path / str(mtp))
         losses[mtp] = read_metrics(tmp_path / str(mtp))[0]["loss"]
-    after = snapshot(loop.state.model.module)
+    after = snapshot(loop.state.chunks[0].module)
     mtp_names = [name for name in after if name.startswith("mtp.") and "bias" not in name]
     assert len(mtp_names) > 10
     assert [name for name in mtp_names if torch.equal(before[name], after[name])] == []
@@ -166,7 +166,7 @@ def test_adapters_of_the_indexer_learn_from_its_own_loss(
             optimizer={"clip_grad": 0.0},
         )
         loop = start(run)
-        randomise_adapters(loop.state.model.module)
+        randomise_adapters(loop.state.chunks[0].module)
         gradients[coeff] = reduced_gradients(loop, monkeypatch)
         run_loop(loop)
     once, twice = gradients[0.001], gradients[0.002]
@@ -199,7 +199,7 @@ def test_bf16_keeps_fp32_copies_and_follows_fp32(tiny_folder: TinyFolder, tmp_pa
         losses[dtype] = [line["loss"] for line in read_metrics(tmp_path / dtype)]
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
     assert losses["bfloat16"] != losses["float32"]
-    model = loop.state.model.module
+    model = loop.state.chunks[0].module
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     rounded = 0.0
     for _, parameter in trained(model):
@@ -224,7 +224,7 @@ def test_evaluation_is_the_mean_over_all_rows_and_leaves_no_trace(
     assert [line["loss"] for line in runs["with"]] == [line["loss"] for line in runs["without"]]
     assert loop.eval_data is not None and len(loop.eval_data) > 1
     rows = [loop.eval_data[row] for row in range(len(loop.eval_data))]
-    model = loop.state.model.module.eval()
+    model = loop.state.chunks[0].module.eval()
     with torch.no_grad():
         expected = float(plain_loss(model, rows))
     assert runs["with"][-1]["eval_loss"] == pytest.approx(expected, rel=1e-6)
@@ -236,7 +236,7 @@ def test_evaluation_is_the_mean_over_all_rows_and_leaves_no_trace(
     with torch.autograd.graph.saved_tensors_hooks(keeps_a_graph, lambda tensor: tensor):
         total = loop.evaluate(loop.eval_data)
     assert total.mean == pytest.approx(expected, rel=1e-6)
-    assert loop.state.model.training
+    assert loop.state.chunks[0].training
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_loss_that_is_no_number_is_logged_and_ends_the_run(
     first, second = batch_of(loop, 1), batch_of(loop, 2)
     seen = torch.cat([row.input_ids for row in first])
     new = next(int(t) for row in second for t in row.input_ids if t not in seen)
-    embedding = loop.state.model.module.embedding.word_embeddings.weight
+    embedding = loop.state.chunks[0].module.embedding.word_embeddings.weight
     embedding.data[new, 0] = poison
     saves = Saves()
     log = MetricsLog(tmp_path, total_steps=4, quiet=True)

@@ -75,7 +75,7 @@ def test_gradients_are_clipped_by_their_global_norm_and_the_norm_is_always_told(
     (line,) = logged(loop, tmp_path)
     used = [
         (p.main_param.grad if dtype == "bfloat16" else p.main_grad)
-        for _, p in trained(loop.state.model.module)
+        for _, p in trained(loop.state.chunks[0].module)
     ]
     assert line["grad_norm"] > 1e-3
     expected = clip if 0 < clip < 1 else line["grad_norm"]
@@ -95,7 +95,7 @@ def test_three_steps_are_torchs_adamw(
         "clip_grad": 0.0,
     }
     loop = start(run_config(tiny_folder("5"), tmp_path, optimizer=optimizer, train={"steps": 3}))
-    parameters = dict(trained(loop.state.model.module))
+    parameters = dict(trained(loop.state.chunks[0].module))
     mirror = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
     peer = torch.optim.AdamW(mirror.values(), lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
     step = loop.state.optimizer.step

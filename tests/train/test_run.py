@@ -140,7 +140,7 @@ def test_what_is_said_of_the_model_counts_what_trains(tiny_folder: TinyFolder) -
 
     model = nn.Sequential(nn.Linear(10, 100, bias=False), nn.Linear(3, 5))
     model[0].requires_grad_(False)
-    assert describe_model(model) == "model: 1,020 parameters, 20 of them train, on cpu"
+    assert describe_model([model]) == "model: 1,020 parameters, 20 of them train, on cpu"
 
 
 def test_a_tokenizer_with_more_ids_than_the_model(

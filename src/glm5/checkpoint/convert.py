@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def mcore_tensors(model: GPTModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_hf_weights(
-    model: GPTModel,
+    chunks: Sequence[GPTModel],
     reader: TensorReader,
     rules: Iterable[Rule],
     *,
@@ -51,7 +51,7 @@ def load_hf_weights(
         CheckpointError: a source or target is missing, extra, repeated, or of another shape.
     """
     rules = list(rules)
-    targets = mcore_tensors(model)
+    targets = {name: tensor for chunk in chunks for name, tensor in mcore_tensors(chunk).items()}
     left_out = set(unused)
     sources = [name for name in reader.names() if name not in left_out]
     check_total(rules, sources, _names_on_all_ranks(targets))
@@ -83,13 +83,17 @@ def _names_on_all_ranks(targets: Iterable[str]) -> set[str]:
 
 
 def _load_part(rule: Rule, reader: TensorReader, target: Tensor) -> Tensor:
-    """This rank's part of a tensor; experts are never cut, only handed out whole."""
-    if ".experts." in rule.mcore_name or not getattr(target, "tensor_model_parallel", False):
+    """This rank's part of a tensor; experts are cut over ranks of their own."""
+    if not getattr(target, "tensor_model_parallel", False):
         return rule.load(reader)
+    if ".experts." in rule.mcore_name:
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
     return rule.load(
         reader,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        tp_rank=group.rank(),
+        tp_size=group.size(),
         partition_dim=target.partition_dim,  # type: ignore[attr-defined]
     )
 

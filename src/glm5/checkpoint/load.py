@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from glm5.checkpoint.hf_folder import hf_folder
 from glm5.checkpoint.hf_layout import check_hf_tensors
 from glm5.config import Glm5Config
 from glm5.errors import CheckpointError, ConfigError
-from glm5.model.build import build_model
+from glm5.model.build import build_chunks
 from glm5.model.transformer_config import Recompute, glm5_transformer_config, torch_dtype
 from glm5.ops.backends import default_backend
 from glm5.runtime.distributed import (
@@ -39,7 +39,6 @@ def load_model(
     indexer_loss_coeff: float = 0.0,
     deterministic_attention: bool = False,
     latent_norm_eps: float | None = None,
-    layers_per_stage: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> GPTModel:
     """The model of a Hugging Face checkpoint, in evaluation mode, with every tensor checked.
@@ -47,10 +46,38 @@ def load_model(
     Starts a process group and Megatron's parallel state of one process unless they exist. `backend`
     defaults to the device's, `dtype` ("float32", "bfloat16") to the checkpoint's, `device` to the
     GPU where there is one. FP8 weights are dequantised. In the checkpoint's dtype nothing is
-    rounded.
+    rounded. Of a layout with pipeline stages this is the rank's only one.
 
     Raises:
         ConfigError, CheckpointError, BackendError, LayoutError: see what each says.
+    """
+    (model,) = load_chunks(
+        hf_dir,
+        latent_norm_eps=latent_norm_eps,
+        progress=progress,
+        dtype=dtype,
+        include_mtp=include_mtp,
+        backend=backend,
+        device=device,
+        recompute=recompute,
+        indexer_loss_coeff=indexer_loss_coeff,
+        deterministic_attention=deterministic_attention,
+    )
+    return model
+
+
+def load_chunks(
+    hf_dir: str | Path,
+    *,
+    latent_norm_eps: float | None = None,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+    dtype: torch.dtype | str | None = None,
+    include_mtp: bool = False,
+    **options: Any,
+) -> list[GPTModel]:
+    """As `load_model`, for a rank that may have several interleaved stages.
+
+    `options` go to `build_for`.
     """
     folder = hf_folder(hf_dir)
     glm5 = Glm5Config.from_hf(folder)
@@ -68,23 +95,13 @@ def load_model(
                 got=f"{folder}: num_nextn_predict_layers = {glm5.num_nextn_predict_layers}",
                 remedy="load it without MTP; transformers drops the MTP layer when it saves",
             )
-        model = build_for(
-            glm5,
-            dtype=dtype,
-            device=device,
-            backend=backend,
-            recompute=recompute,
-            indexer_loss_coeff=indexer_loss_coeff,
-            deterministic_attention=deterministic_attention,
-            include_mtp=include_mtp,
-            layers_per_stage=layers_per_stage,
-        )
+        chunks = build_for(glm5, dtype=dtype, include_mtp=include_mtp, **options)
         rules = glm5_rules(glm5, include_mtp=include_mtp)
         unused = () if include_mtp else mtp_hf_names(glm5)
         load_hf_weights(
-            model, reader, rules, unused=unused, exact=_is_own(glm5, dtype), progress=progress
+            chunks, reader, rules, unused=unused, exact=_is_own(glm5, dtype), progress=progress
         )
-    return model.eval()
+    return [chunk.eval() for chunk in chunks]
 
 
 def build_for(
@@ -94,8 +111,8 @@ def build_for(
     device: torch.device | str | None = None,
     backend: str | None = None,
     **options: Any,
-) -> GPTModel:
-    """The model without its weights, on a device and in a process group that are started if needed.
+) -> list[GPTModel]:
+    """The rank's stages without weights, on a device and in a process group, started if needed.
 
     `options` go to glm5_transformer_config.
     """
@@ -110,7 +127,7 @@ def build_for(
         layout=current_layout(),
         **options,
     )
-    return build_model(config)
+    return build_chunks(config)
 
 
 def _is_own(glm5: Glm5Config, dtype: torch.dtype | str | None) -> bool:

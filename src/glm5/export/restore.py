@@ -32,7 +32,8 @@ def restore_model(checkpoint: Path, record: CheckpointRecord, dtype: str) -> GPT
 def _untrained(record: CheckpointRecord, dtype: str) -> GPTModel:
     glm5 = Glm5Config.from_hf_dict(record.config)
     if record.lora is None:
-        return build_for(glm5, dtype=dtype, include_mtp=record.include_mtp)
+        (model,) = build_for(glm5, dtype=dtype, include_mtp=record.include_mtp)
+        return model
     assert record.base is not None
     model = load_model(record.base, dtype=dtype, latent_norm_eps=glm5.latent_norm_eps)
     spec = LoraSpec(

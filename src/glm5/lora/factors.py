@@ -19,6 +19,7 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from glm5.model.parallel import sum_gradient_over_tp
 
@@ -95,12 +96,23 @@ class Adapted(nn.Module):
         """The pair of one Hugging Face linear."""
         return cast(LoraPair, self.pairs[hf_linear])
 
+    @property
+    def ranks(self) -> ProcessGroup:
+        """The ranks over which the base is cut; experts have other ones than the rest."""
+        if is_expert(self.base):
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    def whole_factors(self) -> list[nn.Parameter]:
+        """The factors that are whole beside a cut one: each rank makes a part of their gradient."""
+        if self.split == "whole":
+            return []
+        pairs = [self.pair(hf_linear) for hf_linear in self.pairs]
+        return [pair.a if self.split == "column" else pair.b for pair in pairs]
+
     def initialise(self, seed: int, path: str) -> None:
         """Draws every pair; `path` is the module's global name."""
-        part, parts = 0, 1
-        if self.split == "row":
-            part = parallel_state.get_tensor_model_parallel_rank()
-            parts = parallel_state.get_tensor_model_parallel_world_size()
+        part, parts = (self.ranks.rank(), self.ranks.size()) if self.split == "row" else (0, 1)
         for hf_linear in self.pairs:
             self.pair(hf_linear).initialise(seed, f"{path}.{hf_linear}", part, parts)
 
@@ -112,7 +124,6 @@ class Adapted(nn.Module):
     ) -> dict[str, Any]:
         """Megatron's sharded tensors: a pair is cut as its base is."""
         state = sharded_state_dict_default(self.base, f"{prefix}base.", sharded_offsets, metadata)
-        default_group = parallel_state.get_tensor_model_parallel_group()
         axes = {"column": {"b": 0}, "row": {"a": 1}, "whole": {}}[self.split]
         for hf_linear in self.pairs:
             pair = self.pair(hf_linear)
@@ -121,8 +132,7 @@ class Adapted(nn.Module):
                 f"{prefix}pairs.{hf_linear}.",
                 axes,
                 sharded_offsets,
-                # an expert's group has one rank: every rank is the owner of its experts
-                tp_group=getattr(self.base, "tp_group", default_group),
+                tp_group=self.ranks,
                 dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
             )
         return state
@@ -130,23 +140,23 @@ class Adapted(nn.Module):
     def _mark(self, pair: LoraPair) -> None:
         """Tells Megatron which factor is cut, and of which every rank makes part of the gradient.
 
-        A whole factor beside a cut one sees the other's outputs or tokens only in part; an expert's
-        factors see all that their rank has of it, as the expert does.
+        A whole factor beside a cut one sees the other's outputs or tokens only in part; those of
+        experts are left to `sum_expert_gradients`, since Megatron's mark means all other ranks.
         """
         if self.split == "column":
             set_tensor_model_parallel_attributes(pair.b, True, 0, 1)
-            sum_gradient_over_tp(pair.a)
         elif self.split == "row":
             set_tensor_model_parallel_attributes(pair.a, True, 1, 1)
-            sum_gradient_over_tp(pair.b)
-        elif not is_expert(self.base):
+        if is_expert(self.base):
+            return
+        if self.split == "whole":
             sum_gradient_over_tp(pair.a, pair.b)
+        else:
+            sum_gradient_over_tp(pair.a if self.split == "column" else pair.b)
 
 
 def split_of(base: nn.Module) -> Split:
-    """How `base` is cut; experts are handed out whole."""
-    if is_expert(base):
-        return "whole"
+    """How `base` is cut."""
     if isinstance(base, ColumnParallelLinear):
         return "column"
     return "row" if isinstance(base, RowParallelLinear) else "whole"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
 
-from glm5.lora.factors import Adapted
-from glm5.model.parallel import gather_tokens
+from glm5.lora.factors import Adapted, is_expert
 from glm5.model.transformer_config import Glm5TransformerConfig
 
 
@@ -39,9 +41,10 @@ class LoraLinear(Adapted):
 
     def _exchange(self, low: Tensor) -> Tensor:
         """A x of the tokens that this rank's B needs: gathered, or summed over parts of x."""
-        if self.split == "whole":
+        # the tokens of an expert travel with its dispatcher
+        if self.split == "whole" or is_expert(self.base):
             return low
         config = cast(Glm5TransformerConfig, self.base.config)
         if self.split == "column":
-            return gather_tokens(low, config, partial_grad=True)
+            return gather_from_sequence_parallel_region(low) if config.sequence_parallel else low
         return reduce_scatter_to_sequence_parallel_region(low) if config.sequence_parallel else low

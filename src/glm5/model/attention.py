@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
@@ -16,7 +16,14 @@ from glm5.model.indexer import IndexInputs, LightningIndexer
 from glm5.model.indexer_loss import add_indexer_loss
 from glm5.model.linear import LatentUpProjection, ReplicatedLinear
 from glm5.model.norm import RMSNorm
-from glm5.model.parallel import gather_keys, gather_tokens
+from glm5.model.parallel import (
+    by_rank,
+    gather_keys,
+    heads_to_tokens,
+    in_order,
+    tokens_to_heads,
+    tp_sum,
+)
 from glm5.model.routes import Routes
 from glm5.model.tokens import TokenRow, token_row
 from glm5.model.transformer_config import Glm5TransformerConfig
@@ -90,16 +97,18 @@ class DSASelfAttention(MegatronModule):
 
         topk_indices [t, index_topk] int32 of the nearest full layer above, [0, index_topk] where
         no query needs a selection; a full layer replaces it. Under sequence parallelism
-        hidden_states is [s / tp, b, hidden_size].
+        hidden_states is [s / tp, b, hidden_size]; where ranks share the queries, topk_indices is
+        [t / tp, index_topk].
         """
         row = self._token_row(hidden_states, packed_seq_params)
-        routes = self._routes(row)
+        own, routes = self._own_tokens(row), self._routes(row)
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         index_inputs = None
         if self.indexer is not None:
-            topk_indices, index_inputs = self.indexer(hidden_states, q_latent, row, routes)
+            queries = row.of_this_rank() if self.config.shares_queries else row
+            topk_indices, index_inputs = self.indexer(hidden_states, q_latent, own, queries, routes)
         assert topk_indices is not None, f"layer {self.layer_number} shares a top-k nobody made"
-        q, kv = self._queries_and_keys(hidden_states, q_latent, row)
+        q, kv = self._queries(q_latent, row), self._keys(hidden_states, own)
         out, lse = self._attend(q, kv, topk_indices, routes)
         output, _ = self.linear_proj(row.unflatten(out))
         if index_inputs is not None and index_inputs.want_gradients:
@@ -112,37 +121,47 @@ class DSASelfAttention(MegatronModule):
             seq_len *= self.config.tensor_model_parallel_size
         return token_row(seq_len, batch, packed, hidden_states.device)
 
+    def _own_tokens(self, row: TokenRow) -> TokenRow:
+        """Of the tokens of the tensor-parallel ranks, those that this one has outside attention."""
+        if not self.config.sequence_parallel:
+            return row
+        group = parallel_state.get_tensor_model_parallel_group()
+        return row.share(group.rank(), group.size())
+
     def _routes(self, row: TokenRow) -> Routes:
+        everything = Routes.all_sparse(len(row.starts))
         # the indexer learns from the absorbed attention of every query, and the backward of
         # PyTorch's dense kernels adds in any order
         learns = self.indexer is not None and self.indexer.learns
         if learns or self.config.deterministic_attention:
-            return Routes.all_sparse(len(row.starts))
-        return row.routes(self.config.glm5.index_topk)
+            return everything
+        routes = row.routes(self.config.glm5.index_topk)
+        # ranks share the queries of a row evenly, wherever its documents end
+        return everything if self.config.shares_queries and routes.num_sparse else routes
 
-    def _queries_and_keys(
-        self, x: Tensor, q_latent: Tensor, row: TokenRow
-    ) -> tuple[Tensor, Tensor]:
-        """q [t, h / tp, qk_head_dim] of this rank's tokens and heads; kv [t_k, d_qk] of all."""
+    def _queries(self, q_latent: Tensor, row: TokenRow) -> Tensor:
+        """q [t, h / tp, qk_head_dim] of all queries and this rank's heads: it has their weights."""
         glm5 = self.config.glm5
         cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
         q = row.flatten(self.linear_q_up_proj(q_latent)[0])
         q = q.view(q.shape[0], -1, glm5.qk_head_dim)
         q_nope, q_rope = q.split([glm5.qk_nope_head_dim, glm5.qk_rope_head_dim], dim=-1)
         q_rope = apply_rope(q_rope, cos, sin, interleaved=glm5.rope_interleave)
-        q = torch.cat([q_nope, q_rope], dim=-1)
-        latent_and_rope = [glm5.kv_lora_rank, glm5.qk_rope_head_dim]
-        kv_latent, k_rope = self.linear_kv_down_proj(x)[0].split(latent_and_rope, dim=-1)
-        kv = torch.cat([self.kv_layernorm(kv_latent), k_rope], dim=-1)
-        kv = row.flatten(gather_tokens(kv, self.config, partial_grad=True))
-        kv_latent, k_rope = kv.split(latent_and_rope, dim=-1)
+        return torch.cat([q_nope, q_rope], dim=-1)
+
+    def _keys(self, x: Tensor, own: TokenRow) -> Tensor:
+        """kv [t_k, d_qk] of all tokens: there is one latent head, so every rank needs it whole."""
+        glm5 = self.config.glm5
+        cos, sin = rope_cos_sin(own.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
+        kv = own.flatten(self.linear_kv_down_proj(x)[0])
+        kv_latent, k_rope = kv.split([glm5.kv_lora_rank, glm5.qk_rope_head_dim], dim=-1)
         k_rope = apply_rope(k_rope, cos, sin, interleaved=glm5.rope_interleave)
-        return q, gather_keys(torch.cat([kv_latent, k_rope], dim=-1), row.batch)
+        return gather_keys(torch.cat([self.kv_layernorm(kv_latent), k_rope], dim=-1), own.batch)
 
     def _attend(
         self, q: Tensor, kv: Tensor, topk_indices: Tensor, routes: Routes
     ) -> tuple[Tensor, Tensor]:
-        """(out [t, h * v_head_dim], lse [sparse queries, h]); recomputed when asked for."""
+        """(out [t, h / tp * v_head_dim], lse of the sparse queries); recomputed when asked for."""
         core = partial(self._core, routes)
         if self.recompute_core and self.training:
             return tensor_parallel.checkpoint(core, False, q, kv, topk_indices)
@@ -154,26 +173,29 @@ class DSASelfAttention(MegatronModule):
         if not routes.num_sparse:
             out = self._dense(q, kv, routes.dense_lengths)
             return out.flatten(1), out.new_empty(0, out.shape[1], dtype=torch.float32)
+        if not routes.dense_lengths:
+            out, lse = self._sparse(q, kv, topk_indices)
+            return out.flatten(1), lse
         sparse_q, sparse_topk = (routes.take(x, dense=False) for x in (q, topk_indices))
         sparse, lse = self._sparse(sparse_q, kv, sparse_topk)
-        if not routes.dense_lengths:
-            return sparse.flatten(1), lse
         dense_q, dense_kv = (routes.take(x, dense=True) for x in (q, kv))
         dense = self._dense(dense_q, dense_kv, routes.dense_lengths)
         return routes.join(dense, sparse).flatten(1), lse
 
     def _sparse(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Over selected keys: out [t, h, v_head_dim], lse [t, h] fp32."""
+        """Over selected keys: out [t, h / tp, v_head_dim], lse fp32 of the queries attended for."""
         glm5 = self.config.glm5
         out_latent, lse = self.backend.sparse_mla(
-            self._absorbed(q),
+            self._sparse_queries(q),
             kv,
             topk_indices,
             glm5.softmax_scale,
             glm5.d_v,
             deterministic=self.config.deterministic_attention,
         )
-        return self.linear_kv_up_proj.expand_output(out_latent), lse
+        if not self.config.shares_queries:
+            return self.linear_kv_up_proj.expand_output(out_latent), lse
+        return in_order(self.linear_kv_up_proj.expand_output(tokens_to_heads(out_latent))), lse
 
     def _dense(self, q: Tensor, kv: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Over all keys of documents of these lengths: out [t, h, v_head_dim]."""
@@ -184,11 +206,17 @@ class DSASelfAttention(MegatronModule):
         k = torch.cat([k_nope, k_rope], dim=-1)
         return causal_attention(q, k, v, lengths, glm5.softmax_scale)
 
-    def _absorbed(self, q: Tensor) -> Tensor:
-        """q [t, h, qk_head_dim] -> [W_k^T q_nope, q_rope] [t, h, d_qk]."""
+    def _sparse_queries(self, q: Tensor) -> Tensor:
+        """q [t, h / tp, qk_head_dim] -> [W_k^T q_nope, q_rope], absorbed.
+
+        [t, h / tp, d_qk] of this rank's heads, or [t / tp, h, d_qk] of its share of the queries.
+        """
         glm5 = self.config.glm5
+        if self.config.shares_queries:
+            q = by_rank(q)
         q_nope, q_rope = q.split([glm5.qk_nope_head_dim, glm5.qk_rope_head_dim], dim=-1)
-        return torch.cat([self.linear_kv_up_proj.absorb_query(q_nope), q_rope], dim=-1)
+        q = torch.cat([self.linear_kv_up_proj.absorb_query(q_nope), q_rope], dim=-1)
+        return heads_to_tokens(q) if self.config.shares_queries else q
 
     def _with_indexer_loss(
         self,
@@ -200,7 +228,7 @@ class DSASelfAttention(MegatronModule):
         topk_indices: Tensor,
     ) -> Tensor:
         with torch.no_grad():
-            q = self._absorbed(q)
+            q = self._sparse_queries(q)
         return add_indexer_loss(
             self.backend,
             output,
@@ -211,4 +239,5 @@ class DSASelfAttention(MegatronModule):
             topk_indices,
             softmax_scale=self.config.glm5.softmax_scale,
             coeff=self.config.indexer_loss_coeff,
+            sum_over_ranks=None if self.config.shares_queries else tp_sum(),
         )

@@ -9,20 +9,27 @@ from glm5.model.spec import decoder_spec, mtp_spec
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 
 
-def build_model(config: Glm5TransformerConfig) -> GPTModel:
-    """An uninitialised GPTModel, or this pipeline stage of it, on this rank's device."""
+def build_chunks(config: Glm5TransformerConfig) -> list[GPTModel]:
+    """This rank's uninitialised pipeline stages, on its device: one, or several if interleaved."""
+    count = config.virtual_pipeline_model_parallel_size
+    return [_build(config, vp_stage) for vp_stage in ([None] if count is None else range(count))]
+
+
+def _build(config: Glm5TransformerConfig, vp_stage: int | None) -> GPTModel:
     glm5 = config.glm5
+    position = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model = GPTModel(
         config=config,
-        transformer_layer_spec=decoder_spec(config),
+        transformer_layer_spec=decoder_spec(config, vp_stage),
         vocab_size=glm5.vocab_size,
         max_sequence_length=glm5.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**position),
+        post_process=parallel_state.is_pipeline_last_stage(**position),
         # the attention layer applies its own rope
         position_embedding_type="none",
         share_embeddings_and_output_weights=False,
         mtp_block_spec=mtp_spec(config) if config.mtp_num_layers else None,
+        vp_stage=vp_stage,
     )
     # Megatron makes the routers on the CPU and moves them in their first forward
     return model.to(build_device(config))

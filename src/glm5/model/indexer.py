@@ -9,7 +9,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from glm5.model.linear import ReplicatedLinear
-from glm5.model.parallel import gather_keys, gather_tokens, sum_gradient_over_tp
+from glm5.model.parallel import (
+    gather_keys,
+    gather_rows,
+    of_this_rank,
+    sum_gradient_over_tp,
+)
 from glm5.model.routes import Routes
 from glm5.model.tokens import TokenRow
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
@@ -21,8 +26,8 @@ from glm5.ops.rope import apply_rope, rope_cos_sin
 class IndexInputs:
     """What the index scores are made of; every scale is already inside `weights`.
 
-    q [t, index_n_heads, index_head_dim]; k [t_k, index_head_dim], the keys of all context-parallel
-    ranks; weights [t, index_n_heads] fp32.
+    q [t, index_n_heads, index_head_dim] of the queries whose keys this rank selects;
+    k [t_k, index_head_dim], the keys of all ranks; weights [t, index_n_heads] fp32.
     """
 
     q: Tensor
@@ -71,52 +76,73 @@ class LightningIndexer(MegatronModule):
         wanted = self.training and self.config.indexer_loss_coeff > 0
         return wanted and any(p.requires_grad for p in self.parameters())
 
-    def project(self, x: Tensor, q_latent: Tensor, row: TokenRow) -> IndexInputs:
-        """x [s / tp, b, hidden_size]; q_latent [s / tp, b, q_lora_rank] normalised."""
-        glm5 = self.config.glm5
-        cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
-        q = self._all_tokens(self.linear_wq_b(q_latent)[0], row)
-        k = self._all_tokens(self.k_norm(self.linear_wk(x)[0]), row)
-        weights = self._all_tokens(self.linear_weights_proj(x)[0], row)
-        q = q.view(-1, glm5.index_n_heads, glm5.index_head_dim)
-        return IndexInputs(
-            q=self._rope_first_dims(q, cos, sin),
-            k=gather_keys(self._rope_first_dims(k, cos, sin), row.batch),
-            weights=weights * self.weight_scale,
+    def project(self, x: Tensor, q_latent: Tensor, own: TokenRow, queries: TokenRow) -> IndexInputs:
+        """x [s / tp, b, hidden_size]; q_latent [s / tp, b, q_lora_rank] normalised.
+
+        Tensor-parallel ranks that share attention by heads run the whole indexer each.
+        """
+        k = own.flatten(self.k_norm(self.linear_wk(x)[0]))
+        k = gather_keys(
+            self._rope_first_dims(k, own), own.batch, partial_grad=self.config.shares_queries
         )
+        weights = own.flatten(self.linear_weights_proj(x)[0]) * self.weight_scale
+        q_latent = own.flatten(q_latent)
+        if self.config.shares_queries:
+            weights = of_this_rank(gather_rows(weights, own.batch, partial_grad=True))
+            # q would be twice as wide
+            q_latent = of_this_rank(gather_rows(q_latent, own.batch, partial_grad=True))
+            return IndexInputs(self._queries(q_latent, queries), k, weights)
+        q, weights = (
+            gather_rows(x, own.batch, partial_grad=False)
+            for x in (self._queries(q_latent, own), weights)
+        )
+        return IndexInputs(q, k, weights)
 
-    def _all_tokens(self, x: Tensor, row: TokenRow) -> Tensor:
-        """x [s / tp, b, d] -> [t, d]; every rank runs the whole indexer, so gradients agree."""
-        return row.flatten(gather_tokens(x, self.config, partial_grad=False))
+    def _queries(self, q_latent: Tensor, row: TokenRow) -> Tensor:
+        """q_latent [t, q_lora_rank] -> q [t, index_n_heads, index_head_dim] of the same tokens."""
+        glm5 = self.config.glm5
+        q = self.linear_wq_b(q_latent)[0]
+        q = q.view(-1, glm5.index_n_heads, glm5.index_head_dim)
+        return self._rope_first_dims(q, row)
 
-    def select(self, inputs: IndexInputs, row: TokenRow, routes: Routes) -> Tensor:
-        """The topk_indices [t, index_topk] int32 of the row; -1 for queries that attend densely."""
-        queries = inputs.q, inputs.weights, row.starts, row.ends
-        q, weights, starts, ends = (routes.take(x, dense=False) for x in queries)
+    def select(self, inputs: IndexInputs, queries: TokenRow, routes: Routes) -> Tensor:
+        """The topk_indices [t, index_topk] int32 of the queries; -1 for those that attend densely.
+
+        Where ranks share the queries none of them attends densely, and `routes` counts all.
+        """
+        q, weights, starts, ends = inputs.q, inputs.weights, queries.starts, queries.ends
+        if routes.dense_lengths:
+            q, weights, starts, ends = (
+                routes.take(x, dense=False) for x in (q, weights, starts, ends)
+            )
         topk = self.config.glm5.index_topk
         selected = self.backend.select_topk(q, inputs.k, weights, starts, ends, topk)
+        if not routes.dense_lengths:
+            return selected
         nothing = selected.new_full((len(inputs.q) - len(selected), topk), -1)
         return routes.join(nothing, selected)
 
     def forward(
-        self, x: Tensor, q_latent: Tensor, row: TokenRow, routes: Routes
+        self, x: Tensor, q_latent: Tensor, own: TokenRow, queries: TokenRow, routes: Routes
     ) -> tuple[Tensor, IndexInputs | None]:
         """(topk_indices, inputs of the KL loss, which have gradients only when this one `learns`).
 
-        Where all queries attend densely nothing is computed: ([0, index_topk], None). The main loss
-        never reaches the indexer, nor the indexer's loss the model, hence the detach.
+        `own` are the tokens of x, `queries` those whose keys this rank selects. Where all queries
+        attend densely nothing is computed: ([0, index_topk], None). The main loss never reaches the
+        indexer, nor the indexer's loss the model, hence the detach.
         """
         if self.observed:
-            routes = Routes.all_sparse(len(row.starts))
+            routes = Routes.all_sparse(len(queries.starts))
         if not routes.num_sparse:
-            return row.starts.new_empty(0, self.config.glm5.index_topk), None
+            return queries.starts.new_empty(0, self.config.glm5.index_topk), None
         with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
-            inputs = self.project(x.detach(), q_latent.detach(), row)
-        return self.select(inputs, row, routes), inputs
+            inputs = self.project(x.detach(), q_latent.detach(), own, queries)
+        return self.select(inputs, queries, routes), inputs
 
-    def _rope_first_dims(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rope_first_dims(self, x: Tensor, row: TokenRow) -> Tensor:
         glm5 = self.config.glm5
         rope_dim = glm5.qk_rope_head_dim
+        cos, sin = rope_cos_sin(row.positions, rope_dim, glm5.rope_theta)
         rotated, passed = x.split([rope_dim, glm5.index_head_dim - rope_dim], dim=-1)
         rotated = apply_rope(rotated, cos, sin, interleaved=glm5.indexer_rope_interleave)
         return torch.cat([rotated, passed], dim=-1)

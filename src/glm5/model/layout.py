@@ -19,13 +19,15 @@ def check_layout(glm5: Glm5Config, layout: Layout, *, mtp: bool) -> None:
                 f"{name} does not divide over the ranks",
                 got=f"{size} over {ranks}",
                 expected="a multiple of the number of ranks",
-                remedy="choose another tp or ep",
+                remedy="choose another tp, ep or etp",
             )
-    if mtp and (layout.cp > 1 or layout.tp > 1):
+    if mtp and layout.cp > 1:
         raise LayoutError(
-            "the MTP layer is built with tp = cp = 1 only",
-            got=f"tp {layout.tp}, cp {layout.cp}",
-            remedy="leave the MTP layer out",
+            # Megatron shifts each rank's tokens as if they were two chunks, one from either end
+            "the MTP layer cannot look one token ahead into another context-parallel rank",
+            got=f"model.mtp with cp {layout.cp}",
+            expected="cp 1 where the MTP layer trains",
+            remedy="leave the MTP layer out, or set cp to 1",
         )
 
 
@@ -38,4 +40,5 @@ def _splits(glm5: Glm5Config, layout: Layout) -> list[tuple[str, int, int]]:
         ("intermediate_size", glm5.intermediate_size, layout.tp),
         ("moe_intermediate_size x n_shared_experts", shared_width, layout.tp),
         ("n_routed_experts", glm5.n_routed_experts, layout.ep),
+        ("moe_intermediate_size", glm5.moe_intermediate_size, layout.etp),
     ]

@@ -2,38 +2,76 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from glm5.model.transformer_config import Glm5TransformerConfig
 from glm5.ops.indexer_kl.inputs import SumOverRanks
 
 
-def gather_tokens(x: Tensor, config: Glm5TransformerConfig, *, partial_grad: bool) -> Tensor:
-    """x [s / tp, b, d] of sequence parallelism -> [s, b, d]; x itself without it.
+def gather_rows(x: Tensor, batch: int, *, partial_grad: bool) -> Tensor:
+    """x [b * s / tp, ...] of the tensor-parallel ranks' own tokens -> [b * s, ...] of all.
 
-    Backward: with `partial_grad` every tensor-parallel rank holds a part of the gradient (of its
-    heads), and the parts are summed; else all ranks hold the same one and each takes its tokens.
+    Backward: with `partial_grad` every rank holds a part of the gradient (of its heads or queries),
+    and the parts are summed; else all ranks hold the same one and each takes its tokens.
     """
-    if not config.sequence_parallel:
-        return x
-    return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=partial_grad)
+    return _gather(x, batch, parallel_state.get_tensor_model_parallel_group(), partial_grad)
 
 
-def gather_keys(x: Tensor, batch: int) -> Tensor:
-    """x [b * s / cp, d], a context-parallel rank's keys -> [b * s, d], each document contiguous.
+def gather_keys(x: Tensor, batch: int, *, partial_grad: bool = True) -> Tensor:
+    """x [b * s / (cp * tp), ...], the keys of a rank's own tokens -> [b * s, ...] of all.
 
-    Backward: a key's gradient is summed over the ranks whose queries used it.
+    Backward: a key's gradient is summed over the ranks whose queries used it; without
+    `partial_grad` the tensor-parallel ranks have the same queries, and so the same gradient.
     """
-    size = parallel_state.get_context_parallel_world_size()
-    if size == 1:
+    x = gather_rows(x, batch, partial_grad=partial_grad)
+    return _gather(x, batch, parallel_state.get_context_parallel_group(), partial_grad=True)
+
+
+def by_rank(x: Tensor) -> Tensor:
+    """x [t, ...] -> the same rows, first those of tensor-parallel rank 0, then of rank 1, ...
+
+    Rank r has the queries r, r + tp, r + 2 tp, ...: later queries of a document have more keys to
+    score, and so every rank has as many of each.
+    """
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    return x.unflatten(0, (-1, size)).transpose(0, 1).flatten(0, 1)
+
+
+def in_order(x: Tensor) -> Tensor:
+    """Undoes `by_rank`."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    return x.unflatten(0, (size, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def of_this_rank(x: Tensor) -> Tensor:
+    """x [t, ...] -> [t / tp, ...], the rows of this rank's queries."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    return x[group.rank() :: group.size()]
+
+
+def heads_to_tokens(x: Tensor) -> Tensor:
+    """x [t, h / tp, d] of this rank's heads, rows `by_rank` -> [t / tp, h, d] of its queries."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    return all_to_all(group, x).unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
+
+
+def tokens_to_heads(x: Tensor) -> Tensor:
+    """Undoes `heads_to_tokens`: x [t / tp, h, d] -> [t, h / tp, d], rows `by_rank`."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    return all_to_all(group, x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1))
+
+
+def _gather(x: Tensor, batch: int, group: Any, partial_grad: bool) -> Tensor:
+    if group.size() == 1:
         return x
-    group = parallel_state.get_context_parallel_group()
-    shards = gather_from_sequence_parallel_region(x, group=group)
-    by_document = shards.view(size, batch, -1, x.shape[-1]).transpose(0, 1)
-    return by_document.reshape(-1, x.shape[-1])
+    shards = gather_from_sequence_parallel_region(
+        x, tensor_parallel_output_grad=partial_grad, group=group
+    )
+    return shards.unflatten(0, (group.size(), batch, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def sum_gradient_over_tp(*parameters: nn.Parameter) -> None:

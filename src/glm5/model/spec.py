@@ -35,12 +35,14 @@ from glm5.model.transformer_config import Glm5TransformerConfig
 _MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
-def decoder_spec(config: Glm5TransformerConfig) -> TransformerBlockSubmodules:
+def decoder_spec(
+    config: Glm5TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
     """One layer spec per layer of this stage, following indexer_types and mlp_layer_types."""
     glm5 = config.glm5
     kinds = list(zip(glm5.indexer_types, glm5.mlp_layer_types, strict=True))
-    first = get_transformer_layer_offset(config)
-    here = kinds[first : first + get_num_layers_to_build(config)]
+    first = get_transformer_layer_offset(config, vp_stage)
+    here = kinds[first : first + get_num_layers_to_build(config, vp_stage)]
     layers = [_layer_spec(indexer_type, sparse=mlp == "sparse") for indexer_type, mlp in here]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 

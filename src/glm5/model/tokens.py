@@ -9,8 +9,10 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from glm5.model.parallel import of_this_rank
 from glm5.model.routes import Routes
 from glm5.ops.masks import document_bounds
+from glm5.ops.row_major import row_major
 
 
 @dataclass
@@ -45,13 +47,25 @@ class TokenRow:
             return Routes.all_sparse(len(self.starts))
         return Routes.by_length(self.documents, topk)
 
+    def share(self, rank: int, size: int) -> TokenRow:
+        """The queries of one of `size` ranks, among which every sequence is shared contiguously."""
+
+        def part(bound: Tensor) -> Tensor:
+            return bound.view(self.batch, size, -1)[:, rank].flatten()
+
+        return TokenRow(part(self.starts), part(self.ends), self.batch)
+
+    def of_this_rank(self) -> TokenRow:
+        """The tensor-parallel rank's share of the queries, as one row."""
+        return TokenRow(of_this_rank(self.starts), of_this_rank(self.ends), batch=1)
+
     def flatten(self, x: Tensor) -> Tensor:
         """x [s, b, d] -> [b * s, d]."""
         return x.transpose(0, 1).reshape(-1, x.shape[-1])
 
     def unflatten(self, x: Tensor) -> Tensor:
         """x [b * s, d] -> [s, b, d]."""
-        return x.view(self.batch, -1, x.shape[-1]).transpose(0, 1)
+        return row_major(x.view(self.batch, -1, x.shape[-1]).transpose(0, 1))
 
 
 def token_row(
@@ -71,7 +85,7 @@ def token_row(
         documents = packed_seq_params.lengths if is_known else None
     else:
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * full_len
-    rank = parallel_state.get_context_parallel_rank()
-    bounds = document_bounds(cu_seqlens, full_len * batch)
-    starts, ends = (bound.view(batch, cp_size, seq_len)[:, rank].flatten() for bound in bounds)
-    return TokenRow(starts, ends, batch, documents if cp_size == 1 else None)
+    whole = TokenRow(*document_bounds(cu_seqlens, full_len * batch), batch, documents)
+    if cp_size == 1:
+        return whole
+    return whole.share(parallel_state.get_context_parallel_rank(), cp_size)

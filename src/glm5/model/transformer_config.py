@@ -19,6 +19,7 @@ from glm5.ops.backends import get_backend
 from glm5.runtime.distributed import Layout
 
 Recompute = Literal["none", "selective", "full"]
+AttentionParallel = Literal["tokens", "heads"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SELECTIVE_MODULES = ("core_attn", "mlp", "moe")
@@ -34,11 +35,19 @@ class Glm5TransformerConfig(MLATransformerConfig):
     dsa_attention_backend: str = "torch"
     """Name of the backend (glm5.ops.backends) that runs the indexer and the sparse attention."""
 
+    attention_parallel: AttentionParallel = "tokens"
+    """What tensor-parallel ranks share in the attention core and the indexer."""
+
     indexer_loss_coeff: float = 0.0
     """Weight of the indexer's KL loss; 0 runs the indexer without gradients."""
 
     deterministic_attention: bool = False
     """Whether the attention's gradients have the same bits every time."""
+
+    @property
+    def shares_queries(self) -> bool:
+        """Whether a rank attends for its share of the queries with all heads."""
+        return self.attention_parallel == "tokens" and self.tensor_model_parallel_size > 1
 
 
 def build_device(config: MLATransformerConfig) -> torch.device:
@@ -60,11 +69,13 @@ def glm5_transformer_config(
     deterministic_attention: bool = False,
     include_mtp: bool = False,
     layers_per_stage: Sequence[int] | None = None,
+    attention_parallel: AttentionParallel = "tokens",
 ) -> Glm5TransformerConfig:
     """Translates the published configuration into Megatron-Core's.
 
-    `layers_per_stage` says which layers stand on which of the layout's pipeline stages; by default
-    the most even split that IndexShare allows.
+    `layers_per_stage` says how many layers stand on each of the layout's pp * vpp pipeline stages,
+    in the model's order: stage i is on rank i mod pp. By default the most even split that
+    IndexShare allows.
 
     Raises:
         BackendError: `backend` is unknown or cannot run here.
@@ -77,10 +88,11 @@ def glm5_transformer_config(
             "indexer_loss_coeff is no weight", got=indexer_loss_coeff, expected="a number from 0 up"
         )
     check_layout(glm5, layout, mtp=include_mtp)
-    stages = pipeline_layout(glm5, layout.pp, layers_per_stage, mtp=include_mtp)
+    stages = pipeline_layout(glm5, layout.pp * layout.vpp, layers_per_stage, mtp=include_mtp)
     return Glm5TransformerConfig(
         glm5=glm5,
         dsa_attention_backend=backend,
+        attention_parallel=attention_parallel,
         indexer_loss_coeff=indexer_loss_coeff,
         deterministic_attention=deterministic_attention,
         **_dimensions(glm5),
@@ -186,8 +198,12 @@ def _execution(device: torch.device, dtype: torch.dtype, layout: Layout) -> dict
         "perform_initialization": False,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
+        # of two pipeline ranks each is before and after the other, and in one batch of messages
+        # activations and gradients between them are taken for one another
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
         "context_parallel_size": layout.cp,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": layout.etp,
         # experts need it beside tensor parallelism
         "sequence_parallel": layout.tp > 1,
         # gradients are averaged over the trained tokens of the whole batch, not per micro-batch

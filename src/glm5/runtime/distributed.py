@@ -17,13 +17,16 @@ class Layout:
 
     tp: int = 1
     pp: int = 1
+    vpp: int = 1
+    """Pipeline stages of every rank; above 1 they are interleaved."""
     cp: int = 1
     ep: int = 1
+    etp: int = 1
 
     @property
     def splits_model(self) -> bool:
         """Whether one process holds less than the whole model."""
-        return max(self.tp, self.pp, self.ep) > 1
+        return max(self.tp, self.pp, self.ep, self.etp) > 1
 
 
 def default_device() -> torch.device:
@@ -106,22 +109,28 @@ def _init_process_group(device: torch.device) -> None:
 def _init_parallel_state(layout: Layout) -> None:
     from megatron.core import parallel_state
 
+    if layout.vpp > 1 and layout.pp == 1:
+        raise LayoutError(
+            "stages cannot be interleaved on one pipeline rank",
+            got=f"vpp {layout.vpp} with pp 1",
+            remedy="raise pp, or set vpp to 1",
+        )
     world_size = dist.get_world_size()
     model_size = layout.tp * layout.pp * layout.cp
-    if world_size % model_size or world_size % (layout.ep * layout.pp):
+    if world_size % model_size or world_size % (layout.ep * layout.etp * layout.pp):
         raise LayoutError(
             "the layout does not divide the processes",
             got=f"{layout} on {world_size} process(es)",
-            expected="tp*pp*cp and ep*pp each divide the number of processes",
+            expected="tp*pp*cp and ep*etp*pp each divide the number of processes",
             remedy="start another number of processes or change the layout",
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        # experts are split over whole experts, never inside one
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=layout.etp,
     )
 
 
@@ -132,8 +141,10 @@ def current_layout() -> Layout:
     return Layout(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
         cp=parallel_state.get_context_parallel_world_size(),
         ep=parallel_state.get_expert_model_parallel_world_size(),
+        etp=parallel_state.get_expert_tensor_parallel_world_size(),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state
 
+from glm5.errors import DataError
 from glm5.runtime.distributed import current_layout
 from glm5.train.packing import PackedDataset, PackedRow, concat_rows, pad_row
 
@@ -35,7 +36,7 @@ class BatchShaper:
         ranks = parallel_state.get_data_parallel_world_size()
         rank = parallel_state.get_data_parallel_rank()
         micro_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        missing = -len(micro_batches) % ranks
+        missing = -len(micro_batches) % (ranks * micro_batches_together())
         return [*micro_batches, *[()] * missing][rank::ranks]
 
     def micro_batches(self, shares: Sequence[Sequence[int]]) -> Iterator[PackedRow]:
@@ -61,6 +62,15 @@ class BatchShaper:
         return pad_row(row, self.capacity, self.pad_token_id)
 
 
+def micro_batches_together() -> int:
+    """The number of a rank's micro-batches must be a multiple of this.
+
+    Interleaved stages work on groups of pp micro-batches in turn (arXiv 2104.04473, section 2.2).
+    """
+    layout = current_layout()
+    return layout.pp if layout.vpp > 1 else 1
+
+
 def token_multiple() -> int:
     """Tokens of a micro-batch must be a multiple of this: ranks hold equal contiguous parts."""
     return (
@@ -70,6 +80,17 @@ def token_multiple() -> int:
 
 
 def context_share(x: torch.Tensor) -> torch.Tensor:
-    """x [t] -> [t / cp], this context-parallel rank's contiguous part."""
+    """x [t] -> [t / cp], this context-parallel rank's contiguous part.
+
+    Raises:
+        DataError: the ranks do not divide the row.
+    """
     size = parallel_state.get_context_parallel_world_size()
+    if x.numel() % size:
+        raise DataError(
+            "a row does not divide over the context-parallel ranks",
+            got=f"{x.numel()} tokens over {size} ranks",
+            expected="a multiple of the number of ranks",
+            remedy="pad the row, as training does",
+        )
     return x.chunk(size)[parallel_state.get_context_parallel_rank()]

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from glm5.errors import ConfigError, DivergedError
-from glm5.train.batches import BatchShaper
+from glm5.lora.gradients import sum_expert_gradients
+from glm5.train.batches import BatchShaper, micro_batches_together
 from glm5.train.metrics import MetricsLog
 from glm5.train.packing import BatchOrder, PackedDataset
 from glm5.train.run_config import TrainSection
@@ -53,7 +54,7 @@ class TrainLoop:
         self.train_data = train_data
         self.eval_data = eval_data
         self.section = section
-        glm5 = state.model.module.config.glm5
+        glm5 = state.chunks[0].module.config.glm5
         self.pad_token_id = glm5.eos_token_id[0] if glm5.pad_token_id is None else glm5.pad_token_id
         self.order = BatchOrder(len(train_data), section.global_batch_size, section.seed, shuffle)
         self.forward_backward = get_forward_backward_func()
@@ -98,11 +99,12 @@ class TrainLoop:
     @torch.no_grad()
     def evaluate(self, data: PackedDataset) -> LossSum:
         """Mean loss over all rows of `data`, without gradients."""
-        model = self.state.model
-        model.eval()
+        for chunk in self.state.chunks:
+            chunk.eval()
         shaper = BatchShaper(data, 1, self.pad_token_id)
         reports = self._forward(shaper, range(len(data)), forward_only=True)
-        model.train()
+        for chunk in self.state.chunks:
+            chunk.train()
         return _sum_reports(reports, _device(self.state))
 
     def _eval_values(self) -> dict[str, float]:
@@ -112,7 +114,8 @@ class TrainLoop:
     def _step(self, step: int) -> dict[str, float]:
         started = time.perf_counter()
         state = self.state
-        state.model.zero_grad_buffer()
+        for chunk in state.chunks:
+            chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
         rows = self.order.rows(step - 1)
         shaper = BatchShaper(self.train_data, self.section.micro_batch_size, self.pad_token_id)
@@ -136,11 +139,12 @@ class TrainLoop:
         self, shaper: BatchShaper, rows: Sequence[int], *, forward_only: bool = False
     ) -> list[dict[str, Tensor]]:
         """What the last pipeline stage reports of every micro-batch; nothing on other stages."""
-        shares = shaper.share(rows)
+        shares, chunks = shaper.share(rows), self.state.chunks
         return self.forward_backward(
             forward_step_func=forward_step,
-            data_iterator=shaper.micro_batches(shares),
-            model=[self.state.model],
+            # every stage sees all micro-batches, also where a rank has several
+            data_iterator=[shaper.micro_batches(shares) for _ in chunks],
+            model=chunks,
             num_microbatches=len(shares),
             # the shapes that pipeline stages exchange
             seq_length=shaper.capacity,
@@ -154,12 +158,14 @@ class TrainLoop:
 
     def _check_batch(self) -> None:
         ranks = parallel_state.get_data_parallel_world_size()
-        per_step = self.section.micro_batch_size * ranks
+        together = micro_batches_together()
+        per_step = self.section.micro_batch_size * ranks * together
         if self.section.global_batch_size % per_step:
             raise ConfigError(
                 "the batch does not divide over the ranks",
                 got=f"global_batch_size {self.section.global_batch_size}, micro_batch_size "
-                f"{self.section.micro_batch_size}, {ranks} data-parallel ranks",
+                f"{self.section.micro_batch_size}, {ranks} data-parallel ranks, micro-batches in "
+                f"groups of {together}",
                 expected=f"a multiple of {per_step}",
                 remedy="change train.global_batch_size",
             )
@@ -183,10 +189,18 @@ class _Window:
 
 def _connect(state: TrainState) -> None:
     """Tells Megatron's schedules how this run scales its loss and finishes its gradients."""
-    config = state.model.module.config
-    config.finalize_model_grads_func = finalize_model_grads
+    config = state.chunks[0].module.config
+    config.finalize_model_grads_func = finalize_gradients
     config.grad_scale_func = state.optimizer.scale_loss
-    config.no_sync_func = state.model.no_sync
+    no_syncs = [chunk.no_sync for chunk in state.chunks]
+    config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+
+
+def finalize_gradients(model: list[DistributedDataParallel], *args: Any, **kwargs: Any) -> None:
+    """Megatron's sums over ranks, and those that only adapters need."""
+    finalize_model_grads(model, *args, **kwargs)
+    for chunk in model:
+        sum_expert_gradients(chunk)
 
 
 def _sum_reports(reports: Sequence[dict[str, Tensor]], device: torch.device) -> LossSum:
@@ -212,7 +226,7 @@ def _any_rank(flag: bool) -> bool:
 
 
 def _device(state: TrainState) -> torch.device:
-    return next(state.model.parameters()).device
+    return next(state.chunks[0].parameters()).device
 
 
 def _diverged(step: int, values: dict[str, float]) -> DivergedError:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from glm5.train.run_config import OptimizerSection
 
 
-def wrap_data_parallel(model: GPTModel) -> DistributedDataParallel:
+def wrap_data_parallel(chunks: Sequence[GPTModel]) -> list[DistributedDataParallel]:
     """Gives trainable parameters fp32 gradient buffers; frozen ones get no gradient memory."""
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=False
-    )
-    return DistributedDataParallel(model.config, config, model)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
 
 
-def build_optimizer(model: DistributedDataParallel, section: OptimizerSection) -> MegatronOptimizer:
-    """AdamW over the trainable parameters, with fp32 copies of bf16 ones."""
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], section: OptimizerSection
+) -> ChainedOptimizer:
+    """AdamW over the trainable parameters, with fp32 copies of bf16 ones.
+
+    Moments and copies are shared out over the ranks that hold the same parameters: with d of them
+    each keeps 12 / d bytes per parameter (arXiv 1910.02054, stage 1).
+    """
+    model_config = chunks[0].module.config
     config = OptimizerConfig(
         optimizer="adam",
         lr=section.lr,
@@ -29,15 +36,17 @@ def build_optimizer(model: DistributedDataParallel, section: OptimizerSection) -
         adam_beta2=section.beta2,
         adam_eps=section.eps,
         clip_grad=section.clip_grad,
-        bf16=model.module.config.bf16,
-        params_dtype=model.module.config.params_dtype,
-        use_distributed_optimizer=False,
+        bf16=model_config.bf16,
+        params_dtype=model_config.params_dtype,
+        use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, [model])
+    optimizer = get_megatron_optimizer(config, list(chunks))
+    assert isinstance(optimizer, ChainedOptimizer)
+    return optimizer
 
 
 def build_scheduler(
-    optimizer: MegatronOptimizer, section: OptimizerSection, steps: int
+    optimizer: ChainedOptimizer, section: OptimizerSection, steps: int
 ) -> OptimizerParamScheduler:
     """Step k (from 0) has the rate of k steps done: from 0 up to lr, then down towards min_lr.
 

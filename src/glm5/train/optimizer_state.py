@@ -3,56 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
 
 def sharded_optimizer(
-    optimizer: MegatronOptimizer, trained: dict[str, Any], *, is_loading: bool
-) -> tuple[dict[str, Any], int]:
-    """(Megatron's sharded tensors of the optimiser of `trained`, steps taken), in any layout alike.
+    optimizer: ChainedOptimizer, trained: dict[int, Any], *, is_loading: bool
+) -> dict[int, Any]:
+    """Megatron's sharded tensors of the optimiser of `trained`, in any layout alike; collective.
 
-    Megatron chains one optimiser more where experts are split, with numbered keys and parameter
-    groups of its own. So keys go without that number, and groups are not saved: the run's settings
-    and its schedule say all that they hold but the step.
+    Every parameter has its fp32 value and its two moments, in the parameter's own shape: ranks that
+    share an optimiser gather them on the host. Megatron's own state dict adds parameter groups and
+    numbers that name the layout; the run's settings and its schedule say all that those hold.
     """
-    # the distributed-optimiser formats name the layout, this one does not
-    state = optimizer.sharded_state_dict(
-        trained, is_loading=is_loading, metadata={"chained_optim_avoid_prefix": True}
+    states = (
+        part.sharded_param_state_fully_reshardable(trained, is_loading, {})
+        for part in _parts(optimizer)
     )
-    steps = {step for adam in _adam_states(state) if (step := _take_step(adam)) is not None}
-    assert len(steps) <= 1, f"parameters took different numbers of steps: {steps}"
-    return state, steps.pop() if steps else 0
+    # what is empty would look to Megatron like a plain value that one rank has and others lack
+    return {number: state for number, state in enumerate(states) if state}
 
 
-def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], step: int) -> None:
-    """Puts loaded tensors of `sharded_optimizer` into the optimiser, all of them at `step`."""
-    for adam in _adam_states(state):
-        # empty where a stage has no experts, and then not loaded at all
-        adam.setdefault("state", {})["common_step"] = step
-        for group in adam["param_groups"]:
-            if "step" in group:
-                group["step"] = step
-    optimizer.load_state_dict(state)
+def load_optimizer(optimizer: ChainedOptimizer, state: dict[int, Any], steps: int) -> None:
+    """Puts loaded tensors of `sharded_optimizer` into the optimiser, all of them at `steps`."""
+    for number, part in enumerate(_parts(optimizer)):
+        # Adam makes its moments in its first step; what this one changes is loaded next
+        part._init_optimizer_states_with_dummy_values()
+        with _steps_set_to(steps, part.optimizer):
+            part.load_parameter_state_from_fully_reshardable(state.get(number, {}))
 
 
-def _adam_states(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The `state` and `param_groups` of each optimiser of a chain, under mixed precision or not."""
-    if "param_groups" in state:
-        yield state
-        return
-    for part in state.values():
-        if isinstance(part, dict):
-            yield from _adam_states(part)
+def _parts(optimizer: ChainedOptimizer) -> Iterator[DistributedOptimizer]:
+    """One optimiser, and one more where routed experts train; a stage may lack either."""
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            yield part
 
 
-def _take_step(adam: dict[str, Any]) -> int | None:
-    """Steps taken, from where torch's Adam or a fused one counts them; its groups stay local."""
-    groups = adam["param_groups"]
-    counts = [adam["state"].pop("common_step", None), *(group.get("step") for group in groups)]
-    for group in groups:
-        group["params"] = group["params"].unwrap()
-    adam["param_groups"] = LocalNonpersistentObject(groups)
-    return next((int(count) for count in counts if count is not None), None)
+@contextmanager
+def _steps_set_to(steps: int, adam: Any) -> Iterator[None]:
+    """Sets what Adam counts; meanwhile torch's counters are away, which Megatron does not load."""
+    counters = [(kept, kept.pop("step")) for kept in adam.state.values() if "step" in kept]
+    yield
+    for kept, counter in counters:
+        kept["step"] = counter.fill_(steps)
+    for group in adam.param_groups:
+        # a fused Adam counts for a group, torch's for each parameter
+        if "step" in group:
+            group["step"] = steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from glm5.checkpoint.fingerprint import (
     files_fingerprint,
 )
 from glm5.checkpoint.hf_folder import hf_folder
-from glm5.checkpoint.load import load_model
+from glm5.checkpoint.load import load_chunks
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError, DataError
 from glm5.lora.attach import LoraSpec, attach_lora
@@ -89,17 +89,17 @@ def _train(run: RunConfig, say: Callable[[str], None], quiet: bool) -> TrainResu
     say(describe_data("train", train_data))
     if eval_data is not None:
         say(describe_data("eval", eval_data))
-    model = build_trainable(run, folder)
-    say(describe_model(model))
+    chunks = build_trainable(run, folder)
+    say(describe_model(chunks))
     if resume_step:
         say(f"resuming from step {resume_step}")
-    state = _train_state(run, model)
+    state = _train_state(run, chunks)
     if resume_step:
         state.load(step_folder(run.output.dir, resume_step))
     loop = TrainLoop(state, train_data, eval_data, run.train, shuffle=run.data.shuffle)
 
     def save(step: int) -> Path:
-        record = checkpoint_record(run, model, step, inputs)
+        record = checkpoint_record(run, chunks[0].config.glm5, step, inputs)
         return state.save(run.output.dir, record, folder, run.train.keep)
 
     log = _metrics_log(run, resume_step + 1, quiet)
@@ -177,9 +177,9 @@ def load_datasets(
     return train_data, PackedDataset(eval_chats, run.data.seq_length, too_long=run.data.too_long)
 
 
-def build_trainable(run: RunConfig, folder: Path) -> GPTModel:
-    """The model of the run, with adapters attached when it has them."""
-    model = load_model(
+def build_trainable(run: RunConfig, folder: Path) -> list[GPTModel]:
+    """This rank's stages of the model of the run, with adapters attached when it has them."""
+    chunks = load_chunks(
         folder,
         backend=run.model.attention_backend,
         dtype=run.model.dtype,
@@ -189,10 +189,13 @@ def build_trainable(run: RunConfig, folder: Path) -> GPTModel:
         indexer_loss_coeff=run.indexer_loss_coeff,
         latent_norm_eps=run.model.latent_norm_eps,
         layers_per_stage=run.layout.layers_per_stage,
+        attention_parallel=run.layout.attention_parallel,
     )
     if run.lora is not None:
-        attach_lora(model, lora_spec(run), seed=run.train.seed)
-    return model.train()
+        # every stage has linears of every kind, since it starts on a full layer
+        for chunk in chunks:
+            attach_lora(chunk, lora_spec(run), seed=run.train.seed)
+    return [chunk.train() for chunk in chunks]
 
 
 def describe_data(name: str, data: PackedDataset) -> str:
@@ -203,9 +206,9 @@ def describe_data(name: str, data: PackedDataset) -> str:
     return line
 
 
-def describe_model(model: GPTModel) -> str:
+def describe_model(chunks: Sequence[GPTModel]) -> str:
     """One line on what trains."""
-    parameters = list(model.parameters())
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     total = sum(parameter.numel() for parameter in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     device = parameters[0].device
@@ -214,7 +217,8 @@ def describe_model(model: GPTModel) -> str:
 
 def parallel_layout(run: RunConfig) -> Layout:
     """The sizes of the `[layout]` table."""
-    return Layout(tp=run.layout.tp, pp=run.layout.pp, cp=run.layout.cp, ep=run.layout.ep)
+    sizes = run.layout
+    return Layout(tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
 
 
 def lora_spec(run: RunConfig) -> LoraSpec:
@@ -252,14 +256,14 @@ def check_inputs(checkpoint: Path, inputs: Mapping[str, str]) -> None:
 
 
 def checkpoint_record(
-    run: RunConfig, model: GPTModel, step: int, inputs: dict[str, str]
+    run: RunConfig, glm5: Glm5Config, step: int, inputs: dict[str, str]
 ) -> CheckpointRecord:
     """What the checkpoint of `step` says about itself."""
     lora = run.lora
     return CheckpointRecord(
         kind="adapter" if lora else "model",
         step=step,
-        config=model.config.glm5.to_hf_dict(),
+        config=glm5.to_hf_dict(),
         dtype=run.model.dtype,
         include_mtp=run.model.mtp,
         base=run.model.path if lora else None,
@@ -271,8 +275,8 @@ def checkpoint_record(
     )
 
 
-def _train_state(run: RunConfig, model: GPTModel) -> TrainState:
-    wrapped = wrap_data_parallel(model)
+def _train_state(run: RunConfig, chunks: Sequence[GPTModel]) -> TrainState:
+    wrapped = wrap_data_parallel(chunks)
     optimizer = build_optimizer(wrapped, run.optimizer)
     return TrainState(
         wrapped, optimizer, build_scheduler(optimizer, run.optimizer, run.train.steps)

@@ -36,8 +36,11 @@ DEFAULT_INDEXER_LOSS_COEFF = 0.001
 FREE_ON_RESUME = (
     "layout.tp",
     "layout.pp",
+    "layout.vpp",
     "layout.cp",
     "layout.ep",
+    "layout.etp",
+    "layout.attention_parallel",
     "layout.layers_per_stage",
     "train.steps",
     "train.eval_every",
@@ -158,13 +161,20 @@ class LayoutSection(_Section):
     tp: Annotated[int, Field(ge=1)] = 1
     """Tensor parallel ranks, with sequence parallelism: they share heads and widths."""
     pp: Annotated[int, Field(ge=1)] = 1
-    """Pipeline stages: they share the layers."""
+    """Pipeline parallel ranks: they share the layers."""
+    vpp: Annotated[int, Field(ge=1)] = 1
+    """Pipeline stages of every rank, interleaved: less idle time for more messages."""
     cp: Annotated[int, Field(ge=1)] = 1
     """Context parallel ranks: they share the tokens of a row."""
     ep: Annotated[int, Field(ge=1)] = 1
     """Expert parallel ranks: they share the routed experts."""
+    etp: Annotated[int, Field(ge=1)] = 1
+    """Expert tensor parallel ranks: they share the width of every routed expert."""
+    attention_parallel: Literal["tokens", "heads"] = "tokens"
+    """What tensor parallel ranks share in the attention core and the indexer."""
     layers_per_stage: LayersPerStage | None = None
-    """Decoder layers of each pipeline stage; absent: the most even split that IndexShare allows."""
+    """Decoder layers of each of the pp * vpp pipeline stages, in the model's order; absent: the
+    most even split that IndexShare allows."""
 
 
 class OptimizerSection(_Section):
