@@ -112,7 +112,7 @@ def _watch(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 
     def noted(q: Tensor, kv: Tensor, topk_indices: Tensor, *rest: Any) -> Any:
         if (now := inputs.pop("now", None)) is not None:
-            path, module, x, q_latent, row = now
+            path, module, x, q_latent, row, _ = now
             constants = (x[:, 0], q_latent[:, 0], row.positions, q, kv, topk_indices)
             seen.append(Seen(path, module, *(tensor.detach() for tensor in constants)))
         return sparse_mla(q, kv, topk_indices, *rest)
