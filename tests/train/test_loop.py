@@ -117,7 +117,9 @@ def test_only_adapters_change_and_only_they_cost_gradient_memory(
     wrapped = loop.state.chunks[0]
     buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
     num_trained = sum(parameter.numel() for _, parameter in trained(model))
-    assert sum(buffer.grad_data.numel() for buffer in buffers) == num_trained
+    padding = sum(buffer.grad_data.numel() for buffer in buffers) - num_trained
+    # buffers divide into equal shares of ranks
+    assert 0 <= padding < 0.01 * num_trained
 
 
 def test_full_training_updates_every_parameter_but_not_the_routers_bias(
@@ -203,9 +205,11 @@ def test_bf16_keeps_fp32_copies_and_follows_fp32(tiny_folder: TinyFolder, tmp_pa
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     rounded = 0.0
     for _, parameter in trained(model):
-        assert parameter.main_param.dtype == torch.float32
-        assert torch.equal(parameter.main_param.to(torch.bfloat16), parameter)
-        rounded += float((parameter.main_param - parameter).abs().sum())
+        # this rank's share, which is all of it, as a row
+        main_param = parameter.main_param.view_as(parameter)
+        assert main_param.dtype == torch.float32
+        assert torch.equal(main_param.to(torch.bfloat16), parameter)
+        rounded += float((main_param - parameter).abs().sum())
     assert rounded > 0
 
 
