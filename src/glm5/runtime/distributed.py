@@ -70,10 +70,12 @@ def _init_process_group(device: torch.device) -> None:
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
-def _init_parallel_state(layout: Layout) -> None:
-    from megatron.core import parallel_state
+def check_world_size(layout: Layout, world_size: int) -> None:
+    """Whether so many processes can take the layout.
 
-    world_size = dist.get_world_size()
+    Raises:
+        LayoutError: the sizes do not divide the world.
+    """
     model_size = layout.tp * layout.pp * layout.cp
     if world_size % model_size or world_size % (layout.ep * layout.pp):
         raise LayoutError(
@@ -82,6 +84,12 @@ def _init_parallel_state(layout: Layout) -> None:
             expected="tp*pp*cp and ep*pp each divide the number of processes",
             remedy="start another number of processes or change the layout",
         )
+
+
+def _init_parallel_state(layout: Layout) -> None:
+    from megatron.core import parallel_state
+
+    check_world_size(layout, dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -89,6 +97,8 @@ def _init_parallel_state(layout: Layout) -> None:
         expert_model_parallel_size=layout.ep,
         # experts are split over whole experts, never inside one
         expert_tensor_parallel_size=1,
+        # a world that is only simulated has no peers for them
+        create_gloo_process_groups=dist.get_backend() != dist.Backend.FAKE,
     )
 
 
