@@ -1,18 +1,26 @@
 """Dry runs of tiny models, and rules that are wrong; they run in a process of their own."""
 
+import contextlib
+import io
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from torch import Tensor
 
+from glm5.checkpoint.convert import EXPERT_BIAS
 from glm5.checkpoint.glm5_rules import glm5_rules
 from glm5.checkpoint.rules import GatedPair, Rename, Rule
 from glm5.checkpoint.safetensors_io import TensorReader
 from glm5.checkpoint.tiny import tiny_config
+from glm5.cli import main
 from glm5.config import Glm5Config
 from glm5.errors import Glm5Error
 from glm5.plan.dry_run import dry_run
+from glm5.plan.shards import ShardJob, build_shards
 from glm5.runtime.distributed import Layout
 
 O_PROJ = "model.layers.4.self_attn.o_proj.weight"
@@ -85,4 +93,36 @@ def _run(case: Case) -> dict[str, Any]:
         )
     except Glm5Error as error:
         return {"error": type(error).__name__, "text": str(error)}
-    return {"shards": done.num_shards, "tensors": done.num_tensors, "left_out": done.num_left_out}
+    return {
+        "shards": done.num_shards,
+        "tensors": done.num_tensors,
+        "left_out": done.num_left_out,
+        "elements": _elements_by_stage(case),
+    }
+
+
+def _elements_by_stage(case: Case) -> list[list[int]]:
+    """Of the parameters of every shard; a router's bias is a buffer."""
+    job = ShardJob(case.config(), Layout(**case.layout), case.rules(), case.mtp, case.split)
+    found: list[list[int]] = [[] for _ in range(job.layout.pp)]
+    for shard in build_shards(job, range(job.world_size)):
+        sizes = [
+            math.prod(target.shape)
+            for name, target in shard.targets.items()
+            if not name.endswith(EXPERT_BIAS)
+        ]
+        found[shard.at.pp].append(sum(sizes))
+    return found
+
+
+def run_command(arguments: Sequence[str]) -> list[str]:
+    """Exit code and standard output of `glm5 plan`."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["glm5", "plan", *arguments])
+        patch.setenv("COLUMNS", "160")
+        try:
+            main()
+        except SystemExit as end:
+            return [str(end.code), printed.getvalue()]
+    raise AssertionError("the command did not exit")

@@ -7,6 +7,10 @@ import pytest
 
 from glm5.checkpoint.glm5_rules import mtp_hf_names
 from glm5.checkpoint.hf_layout import hf_tensors
+from glm5.model.schedule import nearest_split
+from glm5.plan.memory import stage_elements, stages_of
+from glm5.plan.workload import Workload
+from glm5.runtime.distributed import Layout
 from tests.parallel.processes import run_ranks
 from tests.plan.jobs import EXPERT, O_PROJ, Case, run_cases
 
@@ -54,6 +58,16 @@ def test_a_right_layout_holds_every_tensor(found: Found, name: str) -> None:
     assert result["tensors"] == len(tensors) + scales - left_out
     sizes = [case.layout.get(axis, 1) for axis in ("tp", "pp", "ep")]
     assert result["shards"] == max(sizes[0], sizes[2]) * sizes[1]
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if not RIGHT[name].mtp])
+def test_the_planner_counts_what_the_shards_hold(found: Found, name: str) -> None:
+    case = RIGHT[name]
+    glm5, layout = case.config(), Layout(**case.layout)
+    split = list(case.split or nearest_split(glm5, layout.pp))
+    for stage, ranks in zip(stages_of(glm5, split), found(name)["elements"], strict=True):
+        counted = stage_elements(glm5, stage, layout, Workload(mode="full")).total
+        assert set(ranks) == {counted}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -201,8 +202,8 @@ class _Numbered:
         del name
         return torch.int64
 
-    def file_of(self, name: str) -> str:
-        return name
+    def file_of(self, name: str) -> Path:
+        return Path(name)
 
     def read(self, name: str) -> Tensor:
         size = self._tensors[name].shape[self._dim]

@@ -41,7 +41,8 @@ class PublishedTensors:
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return getattr(torch, self._tensors[name].dtype)  # type: ignore[no-any-return]
+        dtype: torch.dtype = getattr(torch, self._tensors[name].dtype)
+        return dtype
 
     def file_of(self, name: str) -> Path:
         del name
