@@ -1,17 +1,17 @@
 """Predicted against measured peak memory of training steps on a few layers of GLM-5.2.
 
-`python -m benchmarks.plan_memory` takes the full width on a GPU, and a sixteenth of it on a CPU.
-Under torchrun, `--layout ep=2` shares the model over the processes.
+`python -m benchmarks.plan_memory CASE` takes the full width on a GPU, and a sixteenth of it on a
+CPU. Under torchrun, `--layout ep=2` shares the model over the processes. One case per process: what
+a training run has allocated is not all given back.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -208,35 +208,33 @@ def _data(config: Glm5Config, work: Workload, num_rows: int) -> PackedDataset:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the figures, as JSON")
+    parser.add_argument("case", type=int, choices=range(len(CASES)), help="number of the case")
     parser.add_argument("--layout", type=parse_layout, default=Layout(), help="such as ep=2")
-    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)))
-    parser.add_argument("--seconds", type=float, default=900.0, help="start no case after this")
-    args = parser.parse_args()
-    device = default_device()
+    parser.add_argument("--json", type=Path, help="also append one line to this file")
+    options = parser.parse_args()
+    device, case = default_device(), CASES[options.case]
     narrow, shorter = (1, 1) if device.type == "cuda" else (16, 64)
-    ensure_distributed(device, args.layout)
-    started, records = time.perf_counter(), []
-    for case in (CASES[number] for number in args.cases):
-        if time.perf_counter() - started > args.seconds:
-            break
-        work = Workload(**{**asdict(case.work), "seq_len": case.work.seq_len // shorter})
-        config = config_of(case, narrow=narrow)
-        predicted = predict(config, work, args.layout)
-        try:
-            measured = measure(config, work, device)
-        except torch.OutOfMemoryError as error:
-            print(f"{case.name}: {str(error).splitlines()[0]}", file=sys.stderr)
-            measured = {"peak": float("nan"), "stays": float("nan"), "seconds": float("nan")}
-        records.append({"case": case.name, "predicted": asdict(predicted), "measured": measured})
-        if dist.get_rank() == 0:
-            print(_line(case, predicted, measured), flush=True)
-            if args.out is not None:
-                name = f"plan_memory_{dist.get_world_size()}.json"
-                (args.out / name).write_text(json.dumps(records, indent=1))
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    ensure_distributed(device, options.layout)
+    work = replace(case.work, seq_len=case.work.seq_len // shorter)
+    config = config_of(case, narrow=narrow)
+    predicted = predict(config, work, options.layout)
+    measured = measure(config, work, device)
+    if dist.get_rank() == 0:
+        print(_line(case, predicted, measured), flush=True)
+        if options.json:
+            record = {
+                "date": f"{datetime.now(UTC):%Y-%m-%d}",
+                "command": f"python -m benchmarks.plan_memory {options.case}",
+                "op": "plan_memory",
+                "case": case.name,
+                "layout": asdict(options.layout),
+                "predicted_bytes": asdict(predicted),
+                "measured": measured,
+                "device": torch.cuda.get_device_name() if narrow == 1 else "cpu",
+                "torch": torch.__version__,
+            }
+            with options.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
     shut_down()
 
 

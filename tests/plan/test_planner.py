@@ -10,6 +10,7 @@ from glm5.errors import ConfigError
 from glm5.plan.arithmetic import _mean_keys
 from glm5.plan.hardware import GIB
 from glm5.plan.layouts import place, smallest_world
+from glm5.plan.memory import stage_elements
 from glm5.plan.models import published_name, read_model
 from glm5.plan.planner import Candidate, best, best_recompute, candidates, evaluate
 from glm5.plan.recipe import recipe
@@ -33,6 +34,16 @@ def test_weights_gradients_and_optimizer_of_full_training() -> None:
     memory = on(FULL).stages[0].memory
     assert memory.weights == 2 * 743_377_000_704
     assert (memory.gradients, memory.optimizer) == (2 * memory.weights, 6 * memory.weights)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_that_are_shared_out_have_an_optimizer_of_their_own(ep: int) -> None:
+    """It steps after the other one; so short a row has no activations to speak of."""
+    work = replace(FULL, seq_len=2)
+    figures = on(work, ep=ep).stages[0]
+    held = stage_elements(GLM52, figures.stage, Layout(ep=ep), work)
+    together = held.trained if ep == 1 else max(held.experts, held.trained - held.experts)
+    assert figures.memory.transient + figures.memory.activations == 4 * together
 
 
 def test_every_axis_takes_memory_off_a_gpu() -> None:

@@ -96,15 +96,16 @@ def stage_memory(
     if work.mode == "full":
         moment += act.BF16 * held.largest if not stage.last else 0
     buffers = act.buffer_bytes(c, s, layout)
-    # no activation is left when the optimiser steps
-    step = STEP_BYTES * held.trained
+    # no activation is left when the optimiser steps; experts that are shared out have their own
+    dense = held.trained - held.experts
+    stepped = max(dense, held.experts) if layout.ep > 1 else held.trained
     return Memory(
         weights=act.BF16 * held.total,
         gradients=GRADIENT_BYTES * held.trained,
         optimizer=OPTIMIZER_BYTES * held.trained,
         activations=kept,
         buffers=buffers,
-        transient=max(moment, step - kept),
+        transient=max(moment, STEP_BYTES * stepped - kept),
     )
 
 
