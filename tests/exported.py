@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from glm5.checkpoint.ckpt_dir import find_checkpoint, read_record
 from glm5.checkpoint.load import load_model
@@ -47,6 +48,13 @@ def base_logits(folder: Path) -> Tensor:
 @torch.no_grad()
 def _logits(model: Any) -> Tensor:
     return logits(model, draw_tokens(TOKENS))
+
+
+def plain_transformers(folder: Path) -> Any:
+    """What a user of transformers loads, in fp32; nothing of glm5 has a part in it."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @torch.no_grad()

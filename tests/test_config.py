@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from transformers import GlmMoeDsaConfig
 
 from glm5.config import Fp8Quantization, Glm5Config
 from glm5.errors import ConfigError
@@ -224,7 +225,7 @@ REQUIRED = [
 
 
 @pytest.mark.parametrize("name", REQUIRED)
-@pytest.mark.parametrize("value", [ABSENT, None, 0, -1, True, "64", 64.0, [64]])
+@pytest.mark.parametrize("value", [ABSENT, None, 0, -1, True, "64", 64.0, [64], 2**31])
 def test_sizes_are_positive_integers(name: str, value: Any) -> None:
     assert name in str(refused(raw_config("glm5", **{name: value})))
 
@@ -277,6 +278,7 @@ def test_all_missing_fields_are_named_at_once() -> None:
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
         ({"num_nextn_predict_layers": True}, "num_nextn_predict_layers"),
         ({"latent_norm_eps": 0}, "latent_norm_eps"),
+        ({"vocab_size": 1}, "vocab_size"),
     ],
 )
 def test_refused(change: dict[str, Any], named: str) -> None:
@@ -321,6 +323,41 @@ def test_written_config_is_the_published_one(name: str) -> None:
         "output_router_logits": False,
     }
     assert Glm5Config.from_hf_dict(raw | poison).to_hf_dict() == raw
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_key_value_heads": ABSENT},
+        {"num_key_value_heads": None},
+        {"routed_scaling_factor": 2},
+        {"rms_norm_eps": 1},
+        {"initializer_range": 0},
+        {"rope_parameters": None, "rope_theta": 1000000},
+        {"index_topk_freq": None},
+        {"index_skip_topk_offset": None},
+        {"indexer_types": None},
+        {"mlp_layer_types": None},
+        {"first_k_dense_replace": None},
+        {"hidden_act": None},
+        {"n_group": None},
+        {"norm_topk_prob": None},
+        {"num_nextn_predict_layers": None},
+        {"initializer_range": None},
+        {"attention_bias": None},
+        {"moe_layer_freq": None},
+        {"eos_token_id": None},
+        {"quantization_config": None},
+    ],
+)
+def test_transformers_takes_whatever_is_accepted(change: dict[str, Any]) -> None:
+    config = Glm5Config.from_hf_dict(raw_config("glm5", **change))
+    theirs = GlmMoeDsaConfig(**config.to_hf_dict())
+    assert theirs.num_key_value_heads == config.num_attention_heads
+    assert tuple(theirs.indexer_types) == config.indexer_types
+    assert tuple(theirs.mlp_layer_types) == config.mlp_layer_types
+    assert theirs.rope_parameters["rope_theta"] == config.rope_theta
+    assert theirs.routed_scaling_factor == config.routed_scaling_factor
 
 
 def test_the_raw_dict_is_kept_apart() -> None:

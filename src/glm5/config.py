@@ -12,7 +12,7 @@ from glm5.config_file import find_config_file, read_config_file
 from glm5.config_rules import IndexerType, MlpLayerType
 from glm5.errors import ConfigError
 
-Size = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -20,6 +20,17 @@ DEFAULT_LATENT_NORM_EPS = 1e-6
 
 # Written by some transformers releases and refused or misread by others.
 _NOT_WRITTEN = ("layer_types", "num_experts", "mlp_bias", "output_router_logits")
+# A null elsewhere is an absent key here, and an error in transformers.
+_MAY_BE_NULL = (
+    "bos_token_id",
+    "eos_token_id",
+    "index_topk_pattern",
+    "pad_token_id",
+    "rope_parameters",
+    "rope_scaling",
+)
+# transformers takes no integer for these.
+_FLOATS = ("initializer_range", "rms_norm_eps", "rope_theta", "routed_scaling_factor")
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -43,7 +54,7 @@ class Glm5Config(BaseModel):
 
     model_config = _STRICT
 
-    vocab_size: Size
+    vocab_size: Annotated[int, Field(ge=2, lt=2**31)]
     """Rows of the token embedding and of the output layer."""
     hidden_size: Size
     """Width of the residual stream."""
@@ -173,14 +184,15 @@ class Glm5Config(BaseModel):
             raise _as_config_error(error) from error
 
     def to_hf_dict(self) -> dict[str, Any]:
-        """The config.json of this model: the raw one, without keys that break some readers.
+        """The config.json of this model: the raw one, in the spelling that every reader takes.
 
         `latent_norm_eps` is added when it is not transformers' value, and `quantization_config`
         goes when `fp8` is None. Raises ConfigError when another field was changed after reading,
         since the raw file still has the old value: change the raw dict and read that instead.
         """
-        written = {k: copy.deepcopy(v) for k, v in self.hf_raw.items() if k not in _NOT_WRITTEN}
+        written = _readable_by_all(self.hf_raw)
         written["n_routed_experts"] = self.n_routed_experts
+        written.setdefault("num_key_value_heads", self.num_attention_heads)
         written.pop("latent_norm_eps", None)
         if self.latent_norm_eps != DEFAULT_LATENT_NORM_EPS:
             written["latent_norm_eps"] = self.latent_norm_eps
@@ -290,6 +302,16 @@ class Glm5Config(BaseModel):
             expected=f"less than vocab_size = {self.vocab_size}",
         )
         return self
+
+
+def _readable_by_all(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without keys and values that some transformers release misreads or refuses."""
+    kept = {
+        key: copy.deepcopy(value)
+        for key, value in raw.items()
+        if key not in _NOT_WRITTEN and (value is not None or key in _MAY_BE_NULL)
+    }
+    return kept | {key: float(kept[key]) for key in _FLOATS if key in kept}
 
 
 def _require(condition: bool, what: str, *, got: object, expected: object) -> None:

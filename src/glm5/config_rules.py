@@ -32,6 +32,9 @@ _ONLY_VALUES: dict[str, Any] = {
     "topk_method": "noaux_tc",
 }
 
+# The schedule is listed layer by layer, so an absurd count must not reach it.
+_MAX_LAYERS = 10_000
+
 _PATTERN_LETTERS: dict[str, IndexerType] = {"F": "full", "S": "shared"}
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
@@ -89,16 +92,18 @@ def check_derived_values(raw: Raw) -> None:
             )
 
 
-def require_int(raw: Raw, key: str, *, default: int | None = None, minimum: int = 1) -> int:
-    """`raw[key]` as an int that is at least `minimum`; `default` when the key is absent."""
+def require_int(
+    raw: Raw, key: str, *, default: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1
+) -> int:
+    """`raw[key]` as an int from `minimum` to `maximum`; `default` when the key is absent."""
     value = raw.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
         raise ConfigError(
             f"{key} is missing" if value is None else f"{key} is not valid",
             got=repr(value),
-            expected=f"an integer >= {minimum}",
+            expected=f"an integer from {minimum} to {maximum}",
             remedy="use the model's own config.json",
         )
     return value
@@ -149,9 +154,9 @@ def _check_plain_rope(key: str, parameters: Any) -> None:
     if not isinstance(parameters, dict):
         raise ConfigError(f"{key} is not valid", got=repr(parameters), expected="an object")
     # "type" is the older spelling, which transformers still accepts.
-    kinds = {parameters.get("rope_type"), parameters.get("type")} - {None}
+    kinds = (parameters.get("rope_type"), parameters.get("type"))
     fraction = parameters.get("partial_rotary_factor")
-    if kinds - {"default"} or fraction not in (None, 1.0):
+    if any(kind not in (None, "default") for kind in kinds) or fraction not in (None, 1.0):
         raise ConfigError(
             f"unsupported {key}",
             got=repr(parameters),
@@ -213,7 +218,7 @@ def expand_indexer_types(raw: Raw) -> tuple[IndexerType, ...]:
     max(i - offset + 1, 0) % freq == 0 (transformers' GlmMoeDsaConfig). Raises ConfigError on a
     wrong length or name, a first layer that is shared, and spellings that disagree.
     """
-    num_layers = require_int(raw, "num_hidden_layers")
+    num_layers = require_int(raw, "num_hidden_layers", maximum=_MAX_LAYERS)
     types = _listed_indexer_types(raw, num_layers)
     if types is None:
         types = types_from_frequency(num_layers, *_read_frequency(raw))
@@ -291,7 +296,7 @@ def expand_mlp_layer_types(raw: Raw) -> tuple[MlpLayerType, ...]:
     transformers writes its default `first_k_dense_replace` beside any list, so that value never
     contradicts one; another value that disagrees with the list raises ConfigError.
     """
-    num_layers = require_int(raw, "num_hidden_layers")
+    num_layers = require_int(raw, "num_hidden_layers", maximum=_MAX_LAYERS)
     first_k = require_int(raw, "first_k_dense_replace", default=DEFAULT_FIRST_K_DENSE, minimum=0)
     derived: tuple[MlpLayerType, ...] = tuple(
         "dense" if layer < first_k else "sparse" for layer in range(num_layers)

@@ -21,7 +21,7 @@ from glm5.checkpoint.adapter_io import (
     write_peft_adapter,
 )
 from glm5.config import Glm5Config
-from glm5.errors import AdapterError, CheckpointError
+from glm5.errors import AdapterError, CheckpointError, ConfigError
 
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers", minversion="5.13")
@@ -131,7 +131,8 @@ def write(folder: Path, factors: Factors, config: Glm5Config, **changes: Any) ->
 
 
 def verify(folder: Path, hf_dir: Path, factors: Factors) -> Any:
-    return verify_peft_adapter(folder, hf_dir, factors, rank=RANK, alpha=ALPHA)
+    glm5 = Glm5Config.from_hf(hf_dir)
+    return verify_peft_adapter(folder, hf_dir, glm5, factors, rank=RANK, alpha=ALPHA)
 
 
 def assert_same(left: Factors, right: Factors) -> None:
@@ -193,7 +194,7 @@ def test_peft_applies_every_delta(
     assert report.num_tensors == 2 * report.num_weights
     assert 0 < report.max_error_over_bound <= 1
     expected = merged_logits(hf_dir, factors)
-    got = logits(load_peft_model(tmp_path / "adapter", hf_dir))
+    got = logits(load_peft_model(tmp_path / "adapter", hf_dir, config))
     assert (expected - merged_logits(hf_dir, {})).abs().max() > 1e-3
     torch.testing.assert_close(got, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
 
@@ -311,7 +312,7 @@ def test_reads_what_peft_wrote(kind: str, hf_dir: Path, config: Glm5Config, tmp_
     got = merged_logits(hf_dir, factors, alpha / rank)
     torch.testing.assert_close(got, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
     write(tmp_path / "ours", factors, config, rank=rank, alpha=alpha)
-    verify_peft_adapter(tmp_path / "ours", hf_dir, factors, rank=rank, alpha=alpha)
+    verify_peft_adapter(tmp_path / "ours", hf_dir, config, factors, rank=rank, alpha=alpha)
     assert_same(read_peft_adapter(tmp_path / "ours", config)[0], factors)
 
 
@@ -345,7 +346,7 @@ def test_peft_drops_mlp_linears_named_as_modules(
         target_parameters=None,
     )
     with pytest.warns(UserWarning):
-        got = logits(load_peft_model(tmp_path / "adapter", hf_dir))
+        got = logits(load_peft_model(tmp_path / "adapter", hf_dir, config))
     attention = {path: pair for path, pair in factors.items() if "self_attn" in path}
     torch.testing.assert_close(got, merged_logits(hf_dir, attention), atol=1e-4, rtol=0)
     assert (got - merged_logits(hf_dir, factors)).abs().max() > 1e-2
@@ -416,7 +417,9 @@ def test_verify_finds_wrong_factors(hf_dir: Path, config: Glm5Config, tmp_path: 
         more = {f"model.layers.3.mlp.experts.{NUM_EXPERTS}.up_proj": factors[path]}
         verify(tmp_path / "adapter", hf_dir, factors | more)
     with pytest.raises(AdapterError, match="another delta"):
-        verify_peft_adapter(tmp_path / "adapter", hf_dir, factors, rank=RANK, alpha=ALPHA + 1e-4)
+        verify_peft_adapter(
+            tmp_path / "adapter", hf_dir, config, factors, rank=RANK, alpha=ALPHA + 1e-4
+        )
 
 
 def test_a_lost_scaling_pattern_is_found(hf_dir: Path, config: Glm5Config, tmp_path: Path) -> None:
@@ -431,11 +434,20 @@ def test_a_lost_scaling_pattern_is_found(hf_dir: Path, config: Glm5Config, tmp_p
 
 
 def test_missing_peft_has_a_remedy(
-    hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hf_dir: Path, config: Glm5Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(AdapterError, match="pip install"):
-        load_peft_model(tmp_path, hf_dir)
+        load_peft_model(tmp_path, hf_dir, config)
+
+
+def test_a_model_that_transformers_computes_otherwise_is_refused(
+    hf_dir: Path, config: Glm5Config, tmp_path: Path
+) -> None:
+    write(tmp_path / "adapter", make_factors(config, KINDS["q_a_proj"]), config)
+    half_split = config.model_copy(update={"indexer_rope_interleave": False})
+    with pytest.raises(ConfigError, match="indexer_rope_interleave"):
+        load_peft_model(tmp_path / "adapter", hf_dir, half_split)
 
 
 # --- folders that cannot be read ---
@@ -490,7 +502,7 @@ def test_read_refuses_pickle_and_damage(config: Glm5Config, tmp_path: Path) -> N
     with pytest.raises(AdapterError, match="never loaded"):
         read_peft_adapter(folder, config)
     with pytest.raises(AdapterError, match="never loaded"):
-        load_peft_model(folder, folder)
+        load_peft_model(folder, folder, config)
     (folder / SETTINGS).write_text("[]")
     with pytest.raises(AdapterError, match="the file is not supported"):
         read_peft_adapter(folder, config)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from glm5.checkpoint.atomic import check_is_free, new_folder
+from glm5.checkpoint.atomic import check_is_free, new_folder, remove_partials
 from glm5.errors import CheckpointError
 
 
@@ -46,3 +46,29 @@ def test_another_process_that_was_faster_wins(tmp_path: Path, is_folder: bool) -
             target.write_text("theirs")
     assert list(tmp_path.iterdir()) == [target]
     assert (target / "theirs").is_dir() if is_folder else target.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_is_followed(tmp_path: Path, exists: bool) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if exists:
+        (disk / "real").mkdir()
+    (tmp_path / "link").symlink_to(disk / "real")
+    with new_folder(tmp_path / "link") as staging:
+        (staging / "file").touch()
+        assert staging.parent == disk
+    assert (tmp_path / "link").is_symlink() and (disk / "real" / "file").exists()
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError), new_folder(tmp_path / "step-1") as staging:
+        (staging / "file").touch()
+        # as after a kill: the folder is still there when the process is gone
+        staging.with_name(staging.name[:-1] + "x").mkdir()
+        raise FileExistsError
+    (tmp_path / "step-0").mkdir()
+    assert len(list(tmp_path.iterdir())) == 2
+    remove_partials(tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "step-0"]
+    remove_partials(tmp_path / "absent")

@@ -1,6 +1,7 @@
 """load_model: dtypes are exact unless asked otherwise, and bad checkpoints are named."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from glm5.model.forward import logits
 from tests.hf_folders import drop_mtp, rewrite
 from tests.tiny_models import TinyFolder, draw_tokens
 
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
 ROUTER = "model.layers.1.mlp.gate.weight"
 O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 
@@ -44,16 +46,17 @@ def fp32_router(tensors: dict[str, Tensor]) -> None:
     tensors[ROUTER] = tensors[ROUTER].float() + 1e-5
 
 
-def test_nothing_is_rounded_without_asking(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+def test_the_own_dtype_rounds_nothing(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     folder = rewrite(tiny_folder("5", dtype="bfloat16"), tmp_path / "hf", fp32_router)
-    with pytest.raises(CheckpointError) as caught:
-        load_model(folder)
-    text = str(caught.value)
-    assert ROUTER in text and ".safetensors" in text and "dtype='float32'" in text
+    # naming the checkpoint's own dtype, as every run does, is no permission either
+    for dtype in (None, "bfloat16", torch.bfloat16):
+        with pytest.raises(CheckpointError) as caught:
+            load_model(folder, dtype=dtype)
+        text = str(caught.value)
+        assert ROUTER in text and ".safetensors" in text and "dtype='float32'" in text
     exact = load_model(folder, dtype="float32").decoder.layers[1].mlp.router.weight
-    rounded = load_model(folder, dtype="bfloat16").decoder.layers[1].mlp.router.weight
-    assert exact.dtype == torch.float32 and rounded.dtype == torch.bfloat16
-    assert not torch.equal(exact, rounded.float())
+    assert exact.dtype == torch.float32
+    assert not torch.equal(exact, exact.bfloat16().float())
 
 
 def test_values_that_fit_may_have_a_wider_dtype(tiny_folder: TinyFolder, tmp_path: Path) -> None:
@@ -115,9 +118,39 @@ def test_a_float8_tensor_needs_its_scale(tiny_folder: TinyFolder, tmp_path: Path
     assert O_PROJ in str(caught.value.got) and ".safetensors" in str(caught.value.got)
 
 
-def test_a_dtype_that_no_model_has(tiny_folder: TinyFolder) -> None:
-    with pytest.raises(ConfigError, match="float16"):
-        load_model(tiny_folder("5"), dtype="float16")
+@pytest.mark.parametrize("dtype", ["float16", "", "fp32", torch.float64, ["bfloat16"], 16])
+def test_a_dtype_that_no_model_has(tiny_folder: TinyFolder, dtype: Any) -> None:
+    with pytest.raises(ConfigError, match="this dtype is not supported"):
+        load_model(tiny_folder("5"), dtype=dtype)
+
+
+@pytest.mark.parametrize("backend", ["", "Torch", "nosuch"])
+def test_a_backend_that_does_not_exist(tiny_folder: TinyFolder, backend: str) -> None:
+    with pytest.raises(BackendError, match=r"(?s)unknown attention backend.*torch, triton"):
+        load_model(tiny_folder("5"), backend=backend)
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-6, float("nan"), float("inf")])
+def test_an_epsilon_that_is_none(tiny_folder: TinyFolder, eps: float) -> None:
+    with pytest.raises(ConfigError, match="latent_norm_eps is no epsilon"):
+        load_model(tiny_folder("5"), latent_norm_eps=eps)
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ("gpu", "this is no device"),
+        ("", "this is no device"),
+        (3.5, "this is no device"),
+        ("meta", "this device is not supported"),
+        ("mps", "this device is not supported"),
+        pytest.param("cuda", "there is no CUDA device here", marks=WITHOUT_GPU),
+        pytest.param("cuda:0", "there is no CUDA device here", marks=WITHOUT_GPU),
+    ],
+)
+def test_a_device_that_is_not_here(tiny_folder: TinyFolder, device: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_model(tiny_folder("5"), device=device)
 
 
 def test_the_latent_eps_is_used(tiny_folder: TinyFolder) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 
 from glm5.checkpoint.megatron_io import load_sharded, save_sharded
 from glm5.errors import CheckpointError
@@ -65,6 +67,18 @@ def test_no_process_is_started(
     assert (tmp_path / ".metadata").is_file()
 
 
+def test_a_disk_that_takes_no_more_is_told(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    state = {"w": sharded("w", torch.zeros(1 << 20))}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written(?s:.*)make room") as caught:
+            save_sharded(tmp_path, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "GiB free there" in str(caught.value.got)
+
+
 def test_another_set_of_tensors_is_refused(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"another set of tensors(?s:.*)'v'"):
         load_sharded(saved, {"w": sharded()})
@@ -88,6 +102,41 @@ def test_no_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_an_older_checkpoint_with_a_pickled_part_is_refused(copied: Path) -> None:
     (copied / "common.pt").write_bytes(b"anything")
     with pytest.raises(CheckpointError, match=r"common\.pt, which is a pickle"):
+        load_all(copied)
+
+
+def test_every_flipped_byte_is_found(copied: Path) -> None:
+    (shard,) = copied.glob("*.distcp")
+    good = shard.read_bytes()
+    at = good.index(WEIGHTS.numpy().tobytes())
+    for byte in (0, at, at + WEIGHTS.nbytes - 1, len(good) - 1):
+        flipped = bytearray(good)
+        flipped[byte] ^= 1
+        shard.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match="files changed since") as caught:
+            load_all(copied)
+        assert shard.name in str(caught.value.got)
+    shard.write_bytes(good)
+    assert torch.equal(load_all(copied)["w"], WEIGHTS)
+
+
+def test_a_cut_or_absent_file_is_named(copied: Path) -> None:
+    (shard,) = copied.glob("*.distcp")
+    os.truncate(shard, shard.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: hash mismatch"):
+        load_all(copied)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: file missing"):
+        load_all(copied)
+
+
+@pytest.mark.parametrize("manifest", [None, b"", b"{", b"[]", b'{"files": ["x"]}', b"\xff", b"{}"])
+def test_a_checkpoint_that_cannot_be_checked_is_refused(
+    copied: Path, manifest: bytes | None
+) -> None:
+    path = copied / "integrity.json"
+    path.write_bytes(manifest) if manifest is not None else path.unlink()
+    with pytest.raises(CheckpointError, match=r"integrity\.json cannot be read"):
         load_all(copied)
 
 
@@ -134,6 +183,8 @@ def hide_code_in_values(folder: Path, mark: Path) -> None:
 def test_code_among_the_plain_values_is_refused_unexecuted(copied: Path, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     hide_code_in_values(copied, mark)
+    # whoever hides code can also write the hashes of what he wrote
+    save_integrity_manifest(str(copied))
     with pytest.raises(CheckpointError, match=r"cannot be loaded(?s:.*)more than numbers"):
         load_all(copied)
     assert not mark.exists()

@@ -1,9 +1,9 @@
 """Help is fast and light, usage errors are 2, and errors of the user's are told in full."""
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -44,18 +44,19 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_help_is_fast() -> None:
-    """0.5 s is promised; a busy test machine gets four times that."""
+    """0.5 s is promised; CPU time does not see that a machine is busy, but for its caches."""
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert python("-m", "glm5", "--help").returncode == 0
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 2.0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 1.0
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, "bench kernels"])
 def test_every_verb_explains_itself_and_reports_as_json(glm5: Glm5, verb: str) -> None:
-    result = glm5(verb, "--help")
+    result = glm5(*verb.split(), "--help")
     assert result.exit_code == 0
     assert "--json" in result.out
 
@@ -67,7 +68,6 @@ def test_every_verb_explains_itself_and_reports_as_json(glm5: Glm5, verb: str) -
         ["tiny"],
         ["tiny", "folder"],
         ["tiny", "folder", "--variant", "4"],
-        ["tiny", "folder", "--variant", "5", "--seed", "-1"],
         ["export", "a", "b"],
         ["export", "a", "b", "--as", "pickle"],
         ["train"],

@@ -18,9 +18,14 @@ def test_a_folder_of_somebody_else_is_left_alone(glm5: Glm5, tmp_path: Path) -> 
 
 def test_its_own_folder_is_made_anew(tmp_path: Path) -> None:
     _take_folder(tmp_path / "demo")
-    (tmp_path / "demo" / "old").mkdir()
+    (tmp_path / "demo" / "hf").mkdir()
+    (tmp_path / "demo" / ".adapter.partial-1").mkdir()
     _take_folder(tmp_path / "demo")
-    assert not (tmp_path / "demo" / "old").exists()
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == [".glm5-demo"]
+    (tmp_path / "demo" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"not a demo(?s:.*)notes\.txt"):
+        _take_folder(tmp_path / "demo")
+    assert (tmp_path / "demo" / "notes.txt").exists()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="not a demo"):
         _take_folder(tmp_path / "file")

@@ -55,7 +55,7 @@ def test_a_layout_is_drawn(glm5: Glm5) -> None:
         (["--layout", "tp=3"], "num_attention_heads does not divide"),
         (["--layout", "pp=4", "--layers-per-stage", "20,20,20,18"], "starts on layer 20"),
         (["--layout", "pp=4", "--layers-per-stage", "x"], "not a list of numbers"),
-        (["--layout", "tp=2", "--mode", "full"], "the attention of all heads"),
+        (["--layout", "pp=4", "--layers-per-stage", "40,38"], "4 positive numbers"),
         (["--layout", "tp=8", "--gpus", "12"], "does not divide the processes"),
         (["--layout", "rank=8"], "this is not a layout"),
         (["--gpus", "8", "--dry-run"], "nothing to plan for"),

@@ -3,6 +3,8 @@
 import hashlib
 from pathlib import Path
 
+import pytest
+
 from glm5.config import Glm5Config
 from tests.cli.conftest import Glm5
 
@@ -27,3 +29,11 @@ def test_a_second_time_changes_nothing(glm5: Glm5, tmp_path: Path) -> None:
     result = glm5("tiny", tmp_path / "a", "--variant", "5.2")
     assert result.exit_code == 2 and "not an empty folder" in result.err
     assert digests(tmp_path) == before
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
+def test_a_seed_out_of_range_is_told(glm5: Glm5, tmp_path: Path, seed: int) -> None:
+    result = glm5("tiny", tmp_path / "a", "--variant", "5", "--seed", seed)
+    assert result.exit_code == 2
+    assert f"got:      {seed}" in result.err and "0 to 4294967295" in result.err
+    assert not (tmp_path / "a").exists()

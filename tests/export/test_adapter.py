@@ -11,14 +11,19 @@ from safetensors.torch import load_file
 from glm5.checkpoint.adapter_io import LoraFactors
 from glm5.checkpoint.adapter_write import write_peft_adapter
 from glm5.checkpoint.ckpt_dir import find_checkpoint, read_record
-from glm5.checkpoint.hf_model import load_hf_model
 from glm5.errors import CheckFailedError
 from glm5.export import adapter as adapter_module
 from glm5.export.export import export
 from glm5.export.factors import adapter_factors
 from glm5.export.restore import restore_model
 from tests.export.conftest import TrainedRun
-from tests.exported import base_logits, distance, trained_logits, transformers_logits
+from tests.exported import (
+    base_logits,
+    distance,
+    plain_transformers,
+    trained_logits,
+    transformers_logits,
+)
 from tests.tiny_models import TinyFolder
 
 INDEXER = {"targets": ["wq_b", "wk", "weights_proj", "kv_b_proj"]}
@@ -65,7 +70,7 @@ def test_peft_computes_what_the_checkpoint_computes(
 
     run_dir, base = trained_run("5.2", {}), tiny_folder("5.2")
     export(run_dir, tmp_path / "out", "adapter")
-    model = PeftModel.from_pretrained(load_hf_model(base), str(tmp_path / "out"))
+    model = PeftModel.from_pretrained(plain_transformers(base), str(tmp_path / "out"))
     expected = trained_logits(run_dir)
     assert distance(transformers_logits(model.eval()), expected) <= 1e-4
     assert distance(base_logits(base), expected) > 0.05

@@ -5,13 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from glm5.checkpoint.hf_model import load_hf_model
 from glm5.config import Glm5Config
 from glm5.errors import CheckpointError
 from glm5.export.export import export
 from glm5.parity.hf_side import load_reference
 from tests.export.conftest import TrainedRun
-from tests.exported import config_of, distance, trained_logits, transformers_logits
+from tests.exported import (
+    config_of,
+    distance,
+    plain_transformers,
+    trained_logits,
+    transformers_logits,
+)
 from tests.tiny_models import TinyFolder
 
 EPS = 1e-2
@@ -37,6 +42,17 @@ def test_a_folder_in_use_is_left_alone(
     with pytest.raises(CheckpointError, match="not an empty folder"):
         export(trained_run("5", {}), tmp_path, form)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_place_among_the_runs_steps_is_refused(trained_run: TrainedRun, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(trained_run("5", {}), tmp_path / "run"))
+    steps = run_dir / "checkpoints"
+    before = sorted(steps.rglob("*"))
+    (tmp_path / "link").symlink_to(steps)
+    for out in (steps / "step-00000099", tmp_path / "link" / "x", *steps.glob("step-*")):
+        with pytest.raises(CheckpointError, match=r"inside the checkpoint|not an empty folder"):
+            export(run_dir, out, "adapter")
+    assert sorted(steps.rglob("*")) == before
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
@@ -90,7 +106,7 @@ def test_the_latent_eps_is_written_and_used(
     reference = load_reference(tmp_path / "out", config, expected.device)
     assert distance(transformers_logits(reference), expected) <= 1e-4
     # transformers by itself uses 1e-6, which is another model
-    assert distance(transformers_logits(load_hf_model(tmp_path / "out")), expected) > 1e-3
+    assert distance(transformers_logits(plain_transformers(tmp_path / "out")), expected) > 1e-3
 
 
 def test_the_latent_eps_is_used_for_the_adapter_too(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from glm5.checkpoint.convert import hf_weights
 from glm5.checkpoint.dequantise import rewrite_checkpoint
-from glm5.checkpoint.hf_model import load_hf_model
 from glm5.checkpoint.to_megatron import convert
 from glm5.config import Glm5Config
 from glm5.errors import CheckFailedError, CheckpointError
@@ -21,6 +20,7 @@ from tests.exported import (
     SMALL_FILES,
     config_of,
     distance,
+    plain_transformers,
     tensors_of,
     trained_logits,
     transformers_logits,
@@ -83,7 +83,7 @@ def test_full_training_is_exported_in_the_dtype_that_it_trained_in(
     got = tensors_of(tmp_path / "out")
     assert any("eh_proj" in name for name in got) == mtp
     assert got["lm_head.weight"].dtype == getattr(torch, trained)
-    model = load_hf_model(tmp_path / "out")
+    model = plain_transformers(tmp_path / "out")
     assert distance(transformers_logits(model), trained_logits(run_dir)) <= 1e-4
 
 

@@ -1,5 +1,8 @@
 """Documents, batches and prefixes: who sees whom, at every length around topk."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -143,3 +146,34 @@ def test_token_ids_are_one_row_of_integers(model: GPTModel, token_ids: Tensor) -
 def test_token_ids_belong_to_the_vocabulary(model: GPTModel, outside: int) -> None:
     with pytest.raises(DataError, match=f"(?s)outside the vocabulary.*{outside}.*0 to 319"):
         logits(model, torch.tensor([3, outside, 4]))
+
+
+NO_IDS = {
+    "a list": [1, 2],
+    "numpy": np.array([1, 2]),
+    "None": None,
+    "a mask": torch.tensor([True, False]),
+    "complex": torch.tensor([1j]),
+    "real": torch.tensor([1.0]),
+}
+
+
+@pytest.mark.parametrize("kind", NO_IDS)
+def test_what_is_no_row_of_ids_is_refused(model: GPTModel, kind: str) -> None:
+    given: Any = NO_IDS[kind]
+    reason = "not one row of integers" if isinstance(given, Tensor) else "not a tensor"
+    with pytest.raises(DataError, match=f"token_ids is {reason}"):
+        logits(model, given)
+
+
+def test_cu_seqlens_is_a_tensor_too(model: GPTModel) -> None:
+    cut: Any = [0, 2]
+    with pytest.raises(DataError, match=r"(?s)cu_seqlens is not a tensor.*list"):
+        logits(model, torch.tensor([1, 2]), cut)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint32], ids=str)
+@torch.no_grad()
+def test_ids_of_any_integer_type(model: GPTModel, dtype: torch.dtype) -> None:
+    token_ids = torch.tensor([3, 1, 200 if dtype == torch.uint8 else 299])
+    assert torch.equal(logits(model, token_ids.to(dtype)), logits(model, token_ids))

@@ -169,6 +169,28 @@ def _rope(x: Tensor, positions: Tensor, glm5: Any) -> Tensor:
     return torch.cat([turned.flatten(-2), passed], dim=-1)
 
 
+def test_the_fused_loss_trains_the_indexer_alike(
+    tiny_folder: TinyFolder,
+    trained: Callable[..., dict[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the kernels run in Triton's interpreter without a GPU only")
+    import tests.ops.triton_interpreter  # noqa: F401
+    from glm5.ops.indexer_kl.autograd import indexer_kl
+
+    rows: list[int] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        rows.append(len(args[0]))
+        return indexer_kl(*args, **kwargs)
+
+    monkeypatch.setattr(torch_backend, "indexer_kl", noted)
+    got = train(load_model(tiny_folder("5.2"), indexer_loss_coeff=COEFF))
+    assert rows == [sum(LENGTHS)] * 4
+    assert_all_close(got, trained(COEFF), limit=1e-5)
+
+
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recompute_changes_nothing(
     trained: Callable[..., dict[str, Tensor]], recompute: str
@@ -196,7 +218,7 @@ def _refuse(*_: object, **__: object) -> None:
 
 @pytest.fixture
 def no_kl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glm5.model.indexer_loss.indexer_kl", _refuse)
+    monkeypatch.setattr(torch_backend, "indexer_kl", _refuse)
 
 
 @pytest.mark.usefixtures("no_kl")

@@ -7,7 +7,7 @@ import torch
 
 from glm5.checkpoint.tiny import tiny_config
 from glm5.config import Glm5Config
-from glm5.errors import LayoutError
+from glm5.errors import ConfigError, LayoutError
 from glm5.model.transformer_config import Glm5TransformerConfig, glm5_transformer_config
 from glm5.runtime.distributed import Layout
 
@@ -58,12 +58,6 @@ def test_what_divides_is_taken_over(layout: Layout) -> None:
     assert config.expert_model_parallel_size == layout.ep
 
 
-def test_the_indexer_trains_on_whole_heads_only() -> None:
-    with pytest.raises(LayoutError, match=r"(?s)all heads.*0\.5 with tp 2.*freeze the indexer"):
-        configure(Layout(tp=2), indexer_loss_coeff=0.5)
-    configure(Layout(pp=2, cp=2, ep=2), indexer_loss_coeff=0.5)
-
-
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2)])
 def test_the_mtp_layer_is_not_split(layout: Layout) -> None:
     with pytest.raises(LayoutError, match="MTP layer"):
@@ -72,8 +66,21 @@ def test_the_mtp_layer_is_not_split(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "layers"), [(1, [3, 4]), (2, [3, 3]), (2, [7]), (2, [7, 0]), (2, [2, 2, 3])]
+    ("stages", "layers"),
+    [(1, [3, 4]), (2, [3, 3]), (2, [7]), (2, [7, 0]), (2, [2, 2, 3]), (1, []), (2, [])],
 )
 def test_layers_per_stage_must_fit_the_stages(stages: int, layers: list[int]) -> None:
     with pytest.raises(LayoutError, match=f"(?s)layers per stage.*{stages} positive numbers"):
         configure(Layout(pp=stages), layers_per_stage=layers)
+
+
+@pytest.mark.parametrize("coeff", [-1.0, float("nan"), float("inf")])
+def test_the_indexer_loss_has_a_weight(coeff: float) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)indexer_loss_coeff is no weight.*{coeff}"):
+        configure(Layout(), indexer_loss_coeff=coeff)
+
+
+@pytest.mark.parametrize("kind", ["all", "Full", "", None, True])
+def test_an_unknown_recompute_is_not_none(kind: object) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)unknown kind of recompute.*none, selective, full"):
+        configure(Layout(), recompute=kind)

@@ -71,6 +71,28 @@ def test_attention(backend: Backend, t_q: int, t_k: int, topk: int, h: int) -> N
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("form", ["sparse", "dense"])
+def test_indexer_loss(backend: Backend, form: str) -> None:
+    t, (starts, ends) = 11, oracles.causal_bounds(4, 1, 6)
+    indices = oracles.random_selection(t, t, TOPK)
+    positions = torch.arange(t)
+    mask = (positions >= starts[:, None]) & (positions < ends[:, None])
+    keys = {"starts": starts, "ends": ends}
+    if form == "sparse":
+        mask = torch.stack([torch.isin(positions, row) for row in indices])
+        keys = {"topk_indices": indices}
+    index = [torch.randn(s, requires_grad=True) for s in ((t, 3, 4), (t, 4), (t, 3))]
+    q, kv, grad = torch.randn(t, 2, 6), torch.randn(t, 6), torch.randn(t)
+    logits = torch.einsum("thd,sd->ths", q, kv) * SCALE
+    lse = logits.masked_fill(~mask[:, None], -torch.inf).logsumexp(-1)
+    expected = oracles.kl(oracles.index_scores(*index), q, kv, mask, SCALE)
+    kl = backend.indexer_kl(*index, q, kv, lse, SCALE, **keys)
+    torch.testing.assert_close(kl, expected, atol=1e-5, rtol=1e-5)
+    grads = torch.autograd.grad(kl, index, grad)
+    for ours, theirs in zip(grads, torch.autograd.grad(expected, index, grad), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 def test_bf16_backends_agree_within_their_rounding() -> None:
     q, kv = torch.randn(33, 4, 24).bfloat16(), torch.randn(33, 24).bfloat16()
     indices = oracles.random_selection(33, 33, 8)
@@ -107,14 +129,14 @@ def test_backends_agree_on_random_shapes(data: st.DataObject) -> None:
 def test_which_backends_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert available_backends() == ("torch", "megatron")
-    assert {s.name for s in backend_report() if s.reason} == {"triton"}
+    assert {s.name for s in backend_report() if s.reason} == {"triton", "tilelang"}
     with pytest.raises(BackendError, match=r"(?s)triton.*no CUDA device.*remedy"):
         get_backend("triton")
     assert (default_backend("cpu"), default_backend("cuda")) == ("torch", "triton")
 
 
 def test_unknown_names_raise() -> None:
-    with pytest.raises(BackendError, match=r"(?s)tritn.*torch, triton, megatron"):
+    with pytest.raises(BackendError, match=r"(?s)tritn.*torch, triton, tilelang, megatron"):
         get_backend("tritn")
     with pytest.raises(BackendError, match=r"(?s)mps.*cpu, cuda"):
         default_backend("mps")

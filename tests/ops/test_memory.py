@@ -62,10 +62,10 @@ def test_sparse_mla(recent: Tensor) -> None:
 
 def test_indexer_kl(index: Index, recent: Tensor) -> None:
     inputs = [x.clone().requires_grad_() for x in index]
-    q, kv = torch.randn(T, H, D_QK), torch.randn(T, D_QK)
+    q, kv, lse = torch.randn(T, H, D_QK), torch.randn(T, D_QK), torch.full((T, H), 9.0)
 
     def run() -> tuple[Tensor, ...]:
-        kl = indexer_kl(*inputs, q, kv, None, 0.2, topk_indices=recent)
+        kl = indexer_kl(*inputs, q, kv, lse, 0.2, topk_indices=recent)
         return kl, *torch.autograd.grad(kl.sum(), inputs)
 
     results, memory = measure_memory(run)

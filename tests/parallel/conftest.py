@@ -18,7 +18,7 @@ __all__ = ["tiny_folder"]
 LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
     "dp2": (2, Layout(), ("adapters", "indexer")),
     "ep2": (2, Layout(ep=2), ("adapters", "indexer")),
-    "tp2": (2, Layout(tp=2), ("adapters", "weights")),
+    "tp2": (2, Layout(tp=2), ("adapters", "indexer")),
     "cp2": (2, Layout(cp=2), ("adapters", "indexer")),
     "pp2": (2, Layout(pp=2), ("adapters", "indexer")),
     "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters",)),

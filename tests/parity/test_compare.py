@@ -11,6 +11,7 @@ from glm5.parity.compare import (
     Finding,
     compare,
     compare_selections,
+    gradient_errors,
     relative_error,
 )
 from glm5.parity.observation import Observation, block_mask, document_slices, next_token_loss
@@ -143,6 +144,18 @@ def test_each_finding_names_the_worst_layer_or_tensor() -> None:
     assert found["hidden states"].worst == "layer 0"
     assert found["gradients"].worst == "w"
     assert math.isnan(found["gradients"].error)
+
+
+def test_a_gradient_that_is_rounding_has_the_scale_of_the_model() -> None:
+    reference, ours = _observation([[1.0]], [[0]]), _observation([[1.0]], [[0]])
+    reference.gradients["zero"], ours.gradients["zero"] = torch.zeros(2), torch.full((2,), 1e-8)
+    reference.gradients["small"] = torch.full((2,), 1e-2)
+    ours.gradients["small"] = 1.001 * reference.gradients["small"]
+    errors = gradient_errors(ours, reference)
+    assert errors["zero"] == pytest.approx(1e-6)
+    assert errors["small"] == pytest.approx(1e-3, rel=1e-2)
+    ours.gradients["zero"] = torch.full((2,), 1e-5)
+    assert gradient_errors(ours, reference)["zero"] > LIMIT
 
 
 def test_scores_are_compared_only_where_a_query_may_look() -> None:

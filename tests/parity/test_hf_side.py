@@ -3,12 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from glm5.config import Glm5Config
-from glm5.errors import ConfigError
+from glm5.errors import CheckpointError, ConfigError
 from glm5.parity.hf_side import load_reference, observe_hf
 from tests.tiny_models import TinyFolder, assert_close, draw_tokens
 
@@ -34,13 +35,35 @@ def test_a_newer_transformers_is_one(
     load_reference(folder, Glm5Config.from_hf(folder), CPU)
 
 
-def test_a_half_split_indexer_cannot_be_expressed(tiny_folder: TinyFolder, tmp_path: Path) -> None:
-    folder = tmp_path / "half_split"
-    shutil.copytree(tiny_folder("5"), folder)
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"indexer_rope_interleave": False}))
-    with pytest.raises(ConfigError, match="indexer_rope_interleave"):
-        load_reference(folder, Glm5Config.from_hf(folder), CPU)
+def changed(folder: Path, target: Path, **changes: Any) -> tuple[Path, Glm5Config]:
+    shutil.copytree(folder, target)
+    raw = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(raw | changes))
+    return target, Glm5Config.from_hf(target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"indexer_rope_interleave": False}, "indexer_rope_interleave"),
+        ({"n_routed_experts": 1, "num_experts_per_tok": 1}, "one routed expert"),
+        ({"use_cache": "yes"}, "transformers refuses this config.json"),
+    ],
+)
+def test_what_transformers_cannot_express_is_named(
+    tiny_folder: TinyFolder, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    folder, glm5 = changed(tiny_folder("5"), tmp_path / "changed", **changes)
+    with pytest.raises(ConfigError, match=named):
+        load_reference(folder, glm5, CPU)
+
+
+def test_what_transformers_cannot_load_is_named(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    folder, glm5 = changed(tiny_folder("5"), tmp_path / "changed")
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=rf"transformers cannot load {folder}"):
+        load_reference(folder, glm5, CPU)
 
 
 def test_the_reference_follows_the_latent_eps_and_the_schedule(tiny_folder: TinyFolder) -> None:

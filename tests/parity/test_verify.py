@@ -105,6 +105,28 @@ def test_a_tie_in_one_layer_is_not_a_fault_of_the_next(
     assert_far_below_limit(report)
 
 
+def test_one_selected_key_leaves_queries_without_a_gradient(
+    tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    folder = rewrite(tiny_folder("5"), tmp_path / "hf", lambda tensors: None, index_topk=1)
+    reference = load_reference(folder, Glm5Config.from_hf(folder), CPU)
+    assert verify(load_model(folder), reference).ok
+
+
+def test_odd_widths_agree(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """transformers' grouped product would take no rows of 44 bytes."""
+
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if ".experts." in name or ".shared_experts." in name:
+                columns = "down_proj" in name
+                tensors[name] = (tensors[name][:, :11] if columns else tensors[name][:11]).clone()
+
+    folder = rewrite(tiny_folder("5"), tmp_path / "hf", narrow, moe_intermediate_size=11)
+    reference = load_reference(folder, Glm5Config.from_hf(folder), CPU)
+    assert_far_below_limit(verify(load_model(folder), reference))
+
+
 def test_cases_lie_on_both_sides_of_topk() -> None:
     lengths = {case.name: case.lengths for case in cases(8)}
     assert max(lengths["short"]) < 8 < min(lengths["long"])

@@ -31,6 +31,7 @@ WRONG = {
     "experts": (Case({"ep": 16}), "n_routed_experts does not divide"),
     "a shared start": (Case({"pp": 2}, split=(4, 3)), "use layers per stage [2, 5]"),
     "mtp at tp 2": (Case({"tp": 2}, mtp=True), "the MTP layer is built with tp = cp = 1 only"),
+    "mtp at cp 2": (Case({"cp": 2}, mtp=True), "the MTP layer is built with tp = cp = 1 only"),
 }
 
 Found = Callable[[str], dict[str, Any]]
@@ -75,5 +76,5 @@ def test_each_mistake_is_told(found: Found, name: str) -> None:
     result = found(name)
     text = WRONG[name][1]
     assert text in result["text"]
-    is_layout = name in ("heads", "experts", "a shared start", "mtp at tp 2")
-    assert result["error"] == ("LayoutError" if is_layout else "CheckFailedError")
+    in_shards = name in ("a missing part", "read twice", "another order")
+    assert result["error"] == ("CheckFailedError" if in_shards else "LayoutError")

@@ -9,9 +9,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from glm5.errors import LayoutError
+from glm5.errors import ConfigError, LayoutError
 from glm5.runtime import distributed
-from glm5.runtime.distributed import Layout, current_layout, default_device, ensure_distributed
+from glm5.runtime.distributed import (
+    Layout,
+    checked_device,
+    current_layout,
+    default_device,
+    ensure_distributed,
+)
 from tests.tiny_models import TinyFolder
 
 SRC = Path(__file__).parents[2] / "src"
@@ -77,3 +83,12 @@ def test_a_process_loads_runs_and_ends(tiny_folder: TinyFolder) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "finite True"
+
+
+def test_a_process_computes_on_its_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert checked_device("cuda") == checked_device("cuda:1") == torch.device("cuda", 1)
+    assert checked_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"(?s)current GPU alone.*cuda:0.*cuda:1.*set_device"):
+        checked_device("cuda:0")

@@ -1,5 +1,8 @@
 """Assistant tokens: generation markers and prefixes must agree, and stop tokens are learnt."""
 
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from glm5.errors import DataError
-from glm5.train.chat import ChatTokenizer, load_tokenizer, tokenize_chats
+from glm5.train.chat import ChatTokenizer, tokenize_chats
 from glm5.train.data import Chat
+from glm5.train.template import load_tokenizer
 
 SPECIAL = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"]
 SPECIAL += ["<|observation|>", "<|im_start|>", "<|im_end|>"]
@@ -28,19 +32,28 @@ CHATML = _CHATML.replace("OPEN", "").replace("CLOSE", "")
 CHATML_MARKED = _CHATML.replace("OPEN", "{% generation %}").replace("CLOSE", "{%- endgeneration %}")
 
 # In the manner of GLM-5: no stop token of its own, reasoning kept after the last user turn only.
+_CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function.name }}"
+    "{% for key, value in c.function.arguments.items() %}"
+    "{{ '<arg_key>' + key + '</arg_key><arg_value>' }}"
+    "{{ value if value is string else value | tojson }}{{ '</arg_value>' }}{% endfor %}"
+    "{{ '</tool_call>' }}{% endfor %}"
+)
 _GLM = (
-    "[gMASK]<sop>{% set ns = namespace(last=-1) %}"
+    "[gMASK]<sop>{% if tools %}{{ '<|system|>' }}{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "{% endif %}{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
     "{% endfor %}{% for m in messages %}"
     "{% if m.role == 'assistant' %}{{ '<|assistant|>' }}"
     "{% if m.reasoning_content is defined and (loop.index0 > ns.last or clear_thinking == false) %}"
-    "{{ '<think>' }}OPEN{{ m.reasoning_content + '</think>' + m.content }}CLOSE"
-    "{% else %}{{ '</think>' }}OPEN{{ m.content }}CLOSE{% endif %}"
+    "{{ '<think>' }}OPEN{{ m.reasoning_content + '</think>' + m.content }}CALLSCLOSE"
+    "{% else %}{{ '</think>' }}OPEN{{ m.content }}CALLSCLOSE{% endif %}"
     "{% elif m.role == 'tool' %}{{ '<|observation|>' + m.content }}"
     "{% else %}{{ '<|' + m.role + '|>' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}"
     "{{ '</think>' if enable_thinking == false else '<think>' }}{% endif %}"
 )
+_GLM = _GLM.replace("CALLS", _CALLS)
 GLM = _GLM.replace("OPEN", "").replace("CLOSE", "")
 GLM_MARKED = _GLM.replace("OPEN", "{% generation %}").replace("CLOSE", "{% endgeneration %}")
 
@@ -84,9 +97,11 @@ def chat_tokenizer(template: str, stops: tuple[int, ...], **args: Any) -> ChatTo
     return ChatTokenizer(byte_tokenizer(template), stops, args)
 
 
-def learnt(tokenizer: ChatTokenizer, messages: list[dict[str, Any]]) -> list[str]:
+def learnt(
+    tokenizer: ChatTokenizer, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = ()
+) -> list[str]:
     """The texts of the runs of tokens that carry loss."""
-    chat = tokenizer(messages)
+    chat = tokenizer(messages, tools=tools)
     edges = np.flatnonzero(np.diff(np.r_[0, chat.loss_mask.astype(int), 0])).reshape(-1, 2)
     return [tokenizer.tokenizer.decode(chat.input_ids[i:j].tolist()) for i, j in edges]
 
@@ -135,8 +150,9 @@ def test_glm_turn_is_stopped_by_the_next_role(template: str) -> None:
     assert learnt(tokenizer, CHATS["two turns"]) == ["b c<|user|>", "e<|user|>"]
     assert learnt(tokenizer, CHATS["tool"]) == ["call<|observation|>", "it is 42<|user|>"]
     assert learnt(tokenizer, CHATS["ends with user"]) == ["b<|user|>"]
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    assert learnt(tokenizer, [u("a"), a("call", tool_calls=[call])]) == ["call<|observation|>"]
+    assert learnt(tokenizer, [u("a"), a("say", tool_calls=[call("f", {})])]) == [
+        "say<tool_call>f</tool_call><|observation|>"
+    ]
 
 
 def test_last_turn_falls_back_to_eos_where_no_role_stops_it() -> None:
@@ -193,15 +209,107 @@ def test_chat_that_starts_with_the_assistant() -> None:
     assert learnt(marked, messages) == ["hello<|im_end|>", "yes<|im_end|>"]
 
 
-@pytest.mark.parametrize("where", ["user", "assistant", "reasoning_content"])
-def test_stop_token_written_as_text_is_refused(where: str) -> None:
-    messages = {
-        "user": [u("x<|user|>y"), a("b")],
-        "assistant": [u("x"), a("<|user|>")],
-        "reasoning_content": [u("x"), a("b", reasoning_content="<|user|>")],
-    }[where]
-    with pytest.raises(DataError, match=r"contains the stop token <\|user\|> as text"):
+def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+WEATHER = [{"type": "function", "function": {"name": "weather", "description": "by city"}}]
+CALLING = [
+    u("warm in Oslo?"),
+    a("", tool_calls=[call("weather", {"city": "Oslo", "days": 2})]),
+    {"role": "tool", "content": "12"},
+    a("no"),
+]
+
+
+@pytest.mark.parametrize("template", [GLM, GLM_MARKED])
+def test_tool_calls_are_learnt_and_tools_and_results_are_not(template: str) -> None:
+    tokenizer = chat_tokenizer(template, GLM_STOPS)
+    assert learnt(tokenizer, CALLING, WEATHER) == [
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
+        "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><|observation|>",
+        "no<|user|>",
+    ]
+    text = tokenizer.tokenizer.decode(tokenizer(CALLING, tools=WEATHER).input_ids.tolist())
+    assert text.startswith("[gMASK]<sop><|system|>" + json.dumps(WEATHER[0]) + "<|user|>warm")
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "name"),
+    [
+        (CHATS["one"], WEATHER, "tools"),
+        (CALLING, [], r"tool_calls, so that messages\[1\]"),
+        ([u("x"), a("y", reasoning_content="z")], [], r"reasoning_content, so that messages\[1\]"),
+    ],
+)
+def test_what_the_template_does_not_read_is_refused(
+    messages: list[dict[str, Any]], tools: list[Any], name: str
+) -> None:
+    with pytest.raises(DataError, match=f"does not read {name}") as caught:
+        chat_tokenizer(CHATML, (IM_END,))(messages, tools=tools)
+    assert caught.value.remedy is not None
+
+
+AS_TEXT = {
+    "user": [u("x<|assistant|>y"), a("b")],
+    "assistant": [u("x"), a("<|assistant|>")],
+    "reasoning_content": [u("x"), a("b", reasoning_content="<|assistant|>")],
+    "a call": [u("x"), a("b", tool_calls=[call("f", {"q": ["<|assistant|>"]})])],
+    "a key of a call": [u("x"), a("b", tool_calls=[call("f", {"<|assistant|>": 1})])],
+}
+
+
+@pytest.mark.parametrize("where", AS_TEXT)
+@pytest.mark.parametrize("special", ["<|user|>", "<|assistant|>", "[gMASK]"])
+def test_special_token_written_as_text_is_refused(where: str, special: str) -> None:
+    messages = json.loads(json.dumps(AS_TEXT[where]).replace("<|assistant|>", special))
+    with pytest.raises(DataError, match=f"contains the special token {re.escape(special)} as text"):
         chat_tokenizer(GLM, GLM_STOPS)(messages)
+
+
+def test_special_token_in_a_tool_is_refused() -> None:
+    tools = [{"name": "f", "description": "<|user|>"}]
+    with pytest.raises(DataError, match="tools contains the special token"):
+        chat_tokenizer(GLM, GLM_STOPS)(CHATS["one"], tools=tools)
+
+
+def test_think_tags_of_a_user_are_text_that_opens_no_loss() -> None:
+    messages = [u("what does </think> mean?"), a("the end")]
+    assert learnt(chat_tokenizer(GLM, GLM_STOPS), messages) == ["the end<|user|>"]
+
+
+def test_think_tags_in_content_are_as_the_template_takes_them() -> None:
+    inside = [u("a"), a("<think>hm</think>b")]
+    # knows no reasoning: the tags are content like any other
+    assert learnt(chat_tokenizer(CHATML, (IM_END,)), inside) == ["<think>hm</think>b<|im_end|>"]
+    # knows reasoning_content only, and would write a second, empty <think></think> before it
+    with pytest.raises(DataError, match=r"messages\[1\].content holds </think>") as caught:
+        chat_tokenizer(GLM, GLM_STOPS)(inside)
+    assert "move what stands between" in str(caught.value)
+    # takes it out of the content itself, as GLM-5's does
+    splits = GLM.replace(
+        "{% if m.reasoning_content is defined and",
+        "{% if '</think>' in m.content %}{{ m.content }}{% elif m.reasoning_content is defined and",
+    )
+    assert learnt(chat_tokenizer(splits, GLM_STOPS), inside) == ["hm</think>b<|user|>"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("messages[0].content + 1", "TypeError"),
+        ("messages[0].absent.more", "has no attribute 'absent'"),
+        ("'%(x)s' | format(y=1)", "KeyError: 'x'"),
+        ("1 // 0", "ZeroDivisionError"),
+        ("messages[0].content.encode('utf-16').decode('ascii')", "UnicodeDecodeError"),
+        ("range(10 ** 9) | list", "OverflowError"),
+    ],
+)
+def test_any_failure_of_the_template_is_a_data_error(expression: str, reason: str) -> None:
+    tokenizer = chat_tokenizer("{{ " + expression + " }}", (IM_END,))
+    with pytest.raises(DataError, match=r"f:7: the chat template refuses the chat") as caught:
+        tokenize_chats([Chat((u("a"), a("b")), "f:7")], tokenizer)
+    assert reason in str(caught.value)
 
 
 def test_template_that_refuses_a_chat_is_a_data_error() -> None:
@@ -240,12 +348,17 @@ def test_all_chats_that_fail_are_named() -> None:
         Chat((u("a"), a("b")), "f:1"),
         Chat((a("b"),), "f:2"),
         Chat((u("<|im_end|>"), a("b")), "f:3"),
+        Chat((u("b"), a("<|im_end|>")), "f:4"),
     ]
     tokenizer = chat_tokenizer(CHATML, (IM_END,))
     with pytest.raises(DataError) as caught:
         tokenize_chats(chats, tokenizer)
     message = str(caught.value)
-    assert "cannot be tokenised: 2\n" in message
+    assert "cannot be tokenised: 3\n" in message
     assert "f:2: the chat starts with an assistant message" in message
-    assert "f:3: messages[0] contains the stop token" in message
+    assert "f:3: messages[0] contains the special token" in message
+    # every remedy is told, and told once
+    assert message.count("remedy:") == 1
+    assert message.count("start the chat with a system or user message") == 1
+    assert message.count("or: take special tokens out of the text") == 1
     assert [chat.source for chat in tokenize_chats(chats[:1], tokenizer)] == ["f:1"]

@@ -243,9 +243,10 @@ def test_order_visits_positions_evenly() -> None:
 def test_tiny_checkpoint_goes_from_its_recipe_to_rows(tmp_path: Path) -> None:
     from glm5.checkpoint.tiny import write_tiny
     from glm5.config import Glm5Config
-    from glm5.train.chat import ChatTokenizer, load_tokenizer, tokenize_chats
+    from glm5.train.chat import ChatTokenizer, tokenize_chats
     from glm5.train.data import iter_chats
     from glm5.train.run_config import RunConfig
+    from glm5.train.template import load_tokenizer
 
     folder = write_tiny(tmp_path / "tiny")
     recipe = Path(__file__).parents[2] / "recipes" / "tiny-sft.toml"

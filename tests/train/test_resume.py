@@ -81,9 +81,12 @@ def test_three_steps_and_three_more_are_six(
     first = interrupted(halves, 3, monkeypatch)
     assert (first.step, first.stopped_by) == (3, "SIGTERM")
     assert saved_steps(tmp_path / "halves") == [3]
+    # as a killed save leaves it
+    (tmp_path / "halves" / STEPS_FOLDER / ".step-00000005.partial-1").mkdir()
     said: list[str] = []
     second = train(halves, say=said.append, quiet=True)
     assert "resuming from step 3" in said
+    assert list((tmp_path / "halves" / STEPS_FOLDER).glob(".*")) == []
     assert (second.step, second.stopped_by) == (6, None)
     assert_same_run(tmp_path / "halves", tmp_path / "whole")
     # what is compared holds the weights, both moments and the schedule, and does change

@@ -1,5 +1,6 @@
 """The run file: defaults, overrides, and an error for everything that cannot be right."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from glm5.train.run_config import (
     RunConfig,
 )
 from glm5.train.run_errors import known_names
+from glm5.train.template import RESERVED_ARGS
 
 MINIMAL = """
 [model]
@@ -184,6 +186,17 @@ def test_every_problem_is_listed_with_name_got_and_expected(tmp_path: Path) -> N
         ("train.eval_every=1", "needs data.eval"),
         ("train.resume=yes", "'auto', 'never' or 'must'"),
         ("train.seed=-1", "greater than or equal to 0"),
+        ("train.seed=4294967296", "less than 4294967296"),
+        ("train.steps=100000000", "less than 100000000"),
+        ("train.steps=" + "[" * 5000, "expected a valid integer"),
+        ("layout.layers_per_stage=[]", "a list that is not empty"),
+        (
+            "layout.layers_per_stage=[3, 0]",
+            "layers_per_stage.1 (from --set): got 0, expected great",
+        ),
+        ("data.chat_template_args.day=1979-05-27", "a string, a number, a boolean, a list or"),
+        ("output.dir=~nosuchuser/x", "no path can be made of this"),
+        ('output.dir="a\\u0000b"', "no path can be made of this"),
     ],
 )
 def test_wrong_value_is_refused(tmp_path: Path, override: str, reason: str) -> None:
@@ -199,6 +212,21 @@ def test_values_at_the_bounds_are_good(tmp_path: Path) -> None:
         "lora.rank=1",
     ]
     assert RunConfig.from_toml(write(tmp_path), overrides).optimizer.warmup_steps == 9
+
+
+def test_arguments_of_transformers_are_no_template_variables(tmp_path: Path) -> None:
+    message = failure(
+        write(tmp_path), "data.chat_template_args={max_length = 8, enable_thinking = false}"
+    )
+    assert "data (from --set): chat_template_args has max_length, which transformers" in message
+    assert "enable_thinking" not in message
+
+
+def test_every_argument_of_transformers_is_reserved() -> None:
+    from transformers import PreTrainedTokenizerBase
+
+    parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    assert {*parameters} - {"self", "kwargs"} <= {*RESERVED_ARGS}
 
 
 def test_min_lr_of_a_constant_schedule_would_do_nothing(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
 
-from glm5.checkpoint.load import load_model
+from glm5.checkpoint.load import build_for, load_model
+from glm5.checkpoint.tiny import tiny_config
+from glm5.config import Glm5Config
 from glm5.model.forward import logits
 from glm5.train.packing import PackedRow
 from glm5.train.sft import forward_step, reduce_loss
@@ -45,3 +48,25 @@ def test_losses_are_those_of_the_documents_alone(
     loss_sum, num_tokens, _ = reduce(losses)
     assert num_tokens.item() == mask.sum().item()
     assert_close(loss_sum, (torch.cat(expected) * mask).sum(), limit=1e-5)
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 1), (2, 1)], ids=str)
+def test_models_of_any_number_of_mtp_layers_train_in_one_process(counts: tuple[int, ...]) -> None:
+    """Megatron reports MTP losses in one list per process, as long as its first model needs."""
+    tokens = draw_tokens(12)
+    row = PackedRow(tokens, tokens.roll(-1), torch.ones(12), edges([12]).int())
+    models = {count: mtp_model(count) for count in set(counts)}
+    for count in counts:
+        losses, _ = forward_step(iter([row]), models[count])
+        losses.sum().backward()
+        for parameter in models[count].mtp.layers[count - 1].eh_proj.parameters():
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0
+
+
+def mtp_model(count: int) -> GPTModel:
+    raw = tiny_config("5") | {"num_nextn_predict_layers": count}
+    model = build_for(Glm5Config.from_hf_dict(raw), dtype="float32", include_mtp=True)
+    generator = torch.Generator().manual_seed(count)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.train()

@@ -14,6 +14,7 @@ from glm5.checkpoint.adapter_file import WEIGHTS_FILE
 from glm5.checkpoint.adapter_layout import LoraFactors, fused_weight, peft_weights
 from glm5.checkpoint.hf_model import load_hf_model
 from glm5.checkpoint.names import summarise
+from glm5.config import Glm5Config
 from glm5.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class AdapterReport:
 def verify_peft_adapter(
     folder: str | Path,
     hf_dir: str | Path,
+    glm5: Glm5Config,
     factors: Mapping[str, LoraFactors],
     *,
     rank: int,
@@ -55,7 +57,7 @@ def verify_peft_adapter(
 
     Raises AdapterError naming what PEFT lost, added or changed, or when peft is not installed.
     """
-    model = load_peft_model(folder, hf_dir, device=device)
+    model = load_peft_model(folder, hf_dir, glm5, device=device)
     num_tensors = _check_tensors(model, Path(folder) / WEIGHTS_FILE)
     wrapped = dict(_wrapped_weights(model))
     _check_weights(set(wrapped), set(peft_weights(factors)))
@@ -73,11 +75,16 @@ def verify_peft_adapter(
 
 
 def load_peft_model(
-    folder: str | Path, hf_dir: str | Path, *, device: str | torch.device = "cpu"
+    folder: str | Path,
+    hf_dir: str | Path,
+    glm5: Glm5Config,
+    *,
+    device: str | torch.device = "cpu",
 ) -> "PeftModel":
     """The transformers model of `hf_dir` in fp32 with the adapter of `folder`, in eval mode.
 
-    Raises AdapterError when peft is not installed or refuses the folder.
+    Raises AdapterError when peft is not installed or refuses the folder, ConfigError and
+    CheckpointError when transformers cannot express or load the base.
     """
     try:
         from peft import PeftModel
@@ -92,7 +99,7 @@ def load_peft_model(
             expected="safetensors; pickled weights are never loaded",
             remedy="export the adapter again",
         )
-    base = load_hf_model(hf_dir)
+    base = load_hf_model(hf_dir, glm5)
     try:
         with warnings.catch_warnings():
             # A false alarm: PEFT looks for them among modules, but applies them to parameters.

@@ -10,25 +10,36 @@ from pathlib import Path
 
 from glm5.errors import CheckpointError
 
+_PARTIAL = ".partial-"
+
 
 @contextmanager
 def new_folder(folder: str | Path) -> Iterator[Path]:
     """A hidden sibling to write in; it becomes `folder` on success and is removed otherwise.
 
+    A link is followed: the folder that it names appears.
+
     Raises:
         CheckpointError: `folder` exists and is not an empty folder.
     """
-    folder = Path(folder).absolute()
+    # rename would not replace a link
+    folder = Path(folder).resolve()
     check_is_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # a sibling, so that the final rename stays within one file system
-    staging = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
+    staging = folder.with_name(f".{folder.name}{_PARTIAL}{secrets.token_hex(4)}")
     staging.mkdir()
     try:
         yield staging
         _put_in_place(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def remove_partials(parent: Path) -> None:
+    """Removes what killed processes left of their `new_folder`s; nobody may be writing there."""
+    for path in parent.glob(f".*{_PARTIAL}*"):
+        shutil.rmtree(path)
 
 
 def _put_in_place(staging: Path, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What a checkpoint folder of this project holds, and how it is found; no torch.
 
 glm5.json   what the folder is: see CheckpointRecord
-mcore/      tensors, written by megatron.core.dist_checkpointing
+mcore/      tensors, written by megatron.core.dist_checkpointing, and the SHA-256 of every file
 hf/         the small files of the Hugging Face folder: config.json, tokenizer, chat template
 """
 

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from glm5.checkpoint.safetensors_writer import SafetensorsWriter
 from glm5.config import Glm5Config
 from glm5.config_file import CONFIG_NAME
 
-_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
-_WEIGHT_INDEX = "model.safetensors.index.json"
+_TOKENIZER_PATTERNS = (
+    "added_tokens.json",
+    "chat_template*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer*",
+    "vocab.*",
+)
+_PATTERNS = (CONFIG_NAME, "generation_config.json", *_TOKENIZER_PATTERNS)
 
 
 def small_files(folder: Path) -> Iterator[Path]:
-    """Tokenizer, chat template, generation config, config.json: not the weights nor their index."""
-    for pattern in _PATTERNS:
-        for file in sorted(folder.glob(pattern)):
-            if file.is_file() and file.name != _WEIGHT_INDEX:
-                yield file
+    """config.json, generation config, tokenizer and chat templates: not the weights."""
+    return _matching(folder, _PATTERNS)
+
+
+def tokenizer_files(folder: Path) -> Iterator[Path]:
+    """What the tokens of a text depend on."""
+    return _matching(folder, _TOKENIZER_PATTERNS)
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> Iterator[Path]:
+    for pattern in patterns:
+        yield from (file for file in sorted(folder.glob(pattern)) if file.is_file())
 
 
 def copy_small_files(source: Path, target: Path) -> None:

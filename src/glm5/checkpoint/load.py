@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from glm5.checkpoint.glm5_rules import glm5_rules, mtp_hf_names
 from glm5.checkpoint.hf_folder import hf_folder
 from glm5.checkpoint.hf_layout import check_hf_tensors
 from glm5.config import Glm5Config
-from glm5.errors import CheckpointError
+from glm5.errors import CheckpointError, ConfigError
 from glm5.model.build import build_model
 from glm5.model.transformer_config import Recompute, glm5_transformer_config, torch_dtype
 from glm5.ops.backends import default_backend
-from glm5.runtime.distributed import current_layout, default_device, ensure_distributed
+from glm5.runtime.distributed import (
+    checked_device,
+    current_layout,
+    default_device,
+    ensure_distributed,
+)
 
 
 def load_model(
@@ -48,6 +54,10 @@ def load_model(
     folder = hf_folder(hf_dir)
     glm5 = Glm5Config.from_hf(folder)
     if latent_norm_eps is not None:
+        if not (latent_norm_eps > 0 and math.isfinite(latent_norm_eps)):
+            raise ConfigError(
+                "latent_norm_eps is no epsilon", got=latent_norm_eps, expected="a number above 0"
+            )
         glm5 = glm5.model_copy(update={"latent_norm_eps": latent_norm_eps})
     with open_checkpoint(folder, glm5) as reader:
         has_mtp = check_hf_tensors(reader, glm5)
@@ -87,13 +97,14 @@ def build_for(
 
     `options` go to glm5_transformer_config.
     """
-    place = torch.device(device) if device is not None else default_device()
+    place = checked_device(device) if device is not None else default_device()
+    dtype = torch_dtype(glm5.dtype if dtype is None else dtype)
     ensure_distributed(place)
     config = glm5_transformer_config(
         glm5,
         device=place,
-        dtype=torch_dtype(dtype or glm5.dtype),
-        backend=backend or default_backend(place.type),
+        dtype=dtype,
+        backend=default_backend(place.type) if backend is None else backend,
         layout=current_layout(),
         **options,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import queue
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.validation import (
+    INTEGRITY_FNAME,
+    verify_integrity_manifest,
+)
 from torch import Tensor
 
 from glm5.errors import CheckpointError
@@ -38,8 +44,8 @@ _INDEX_GLOBALS = {
     "collections": {"OrderedDict"},
 }
 _INDEX_FILE = ".metadata"
-# A damaged or foreign file surfaces as any of these from inside Megatron and torch.
-_LOAD_ERRORS = (
+# A full disk, a damaged or a foreign file surfaces as any of these from inside Megatron and torch.
+_FILE_ERRORS = (
     dist_checkpointing.core.CheckpointingException,
     dist_checkpoint.CheckpointException,
     OSError,
@@ -51,14 +57,27 @@ _LEGACY_FILE = "common.pt"
 def save_sharded(folder: Path, state: dict[str, Any]) -> None:
     """Writes `state` (sharded tensors and plain values) into the empty `folder`; collective.
 
-    On a CPU no tensor is copied, on a GPU all of them are brought to the host at once.
+    On a CPU no tensor is copied, on a GPU all of them are brought to the host at once. The first
+    rank then reads every file once more, for the SHA-256 that loading compares.
+
+    Raises:
+        CheckpointError: the files cannot be written, on this rank or another.
     """
     apply_factories(state)
     for value in nested_values(state):
         if isinstance(value, ShardedTensor) and value.data.is_cpu:
             value.data = _with_own_storage(value.data)
-    with _results_in_process():
-        dist_checkpointing.save(state, str(folder))
+    try:
+        with _results_in_process():
+            dist_checkpointing.save(state, str(folder), verify_integrity=True)
+    except _FILE_ERRORS as error:
+        # Megatron's writers do not pass on what the system said
+        free = shutil.disk_usage(folder).free / 2**30
+        raise CheckpointError(
+            f"{folder} cannot be written",
+            got=f"{_reason(error)}; {free:.2f} GiB free there",
+            remedy="make room or choose another folder; checkpoints saved before are as they were",
+        ) from error
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
@@ -81,15 +100,17 @@ def load_sharded(
     With `allow_unread` the checkpoint may hold more (the optimiser's tensors), else not.
 
     Raises:
-        CheckpointError: not such a checkpoint, another set of tensors, or an index that names code.
+        CheckpointError: not such a checkpoint, a file that is not as it was saved, another set of
+        tensors, or an index that names code.
     """
     _check_index(folder)
+    _check_files(folder)
     try:
         with _weights_only():
             loaded, missing, unexpected = dist_checkpointing.load(
                 state, str(folder), strict=dist_checkpointing.validation.StrictHandling.RETURN_ALL
             )
-    except _LOAD_ERRORS as error:
+    except _FILE_ERRORS as error:
         raise CheckpointError(
             f"{folder} cannot be loaded",
             got=_reason(error),
@@ -177,4 +198,27 @@ def _check_index(folder: Path) -> None:
             got=error,
             expected="the pickled index of torch.distributed.checkpoint",
             remedy="do not load checkpoints of unknown origin",
+        ) from error
+
+
+def _check_files(folder: Path) -> None:
+    """Every file has the bytes that were saved; collective."""
+    manifest = folder / INTEGRITY_FNAME
+    try:
+        # on all ranks: Megatron reads it on the first one, while the others wait for the verdict
+        dict(json.loads(manifest.read_text(encoding="utf-8"))["files"])
+        verify_integrity_manifest(str(folder))
+    except dist_checkpointing.core.CheckpointingException as error:
+        _, *changed = str(error).splitlines()
+        raise CheckpointError(
+            f"{folder} is damaged: files changed since they were saved",
+            got="; ".join(line.strip() for line in changed),
+            remedy="use another checkpoint, or make it again",
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{manifest} cannot be read, so nothing tells whether the checkpoint is whole",
+            got=f"{type(error).__name__}: {error}",
+            expected="the SHA-256 of every file, which a save writes",
+            remedy="use another checkpoint, or make it again",
         ) from error

@@ -47,9 +47,11 @@ def write_tiny(
     dense) of which 0, 1, 2 and 6 have an indexer and the others share, and rope_theta 8e6. Both
     have one MTP layer. The same arguments give the same bytes. Norm weights are not constant and
     no bias is zero, so that a tensor that is mapped wrongly shows. With `fp8`, weights are stored
-    as float8 with 128x128 block scales. Raises ConfigError for an unknown variant and
-    CheckpointError for a folder that is not empty.
+    as float8 with 128x128 block scales. Raises ConfigError for an unknown variant or a seed that is
+    not in [0, 2**32), and CheckpointError for a folder that is not empty.
     """
+    if not 0 <= seed < 2**32:
+        raise ConfigError("this is no seed", got=seed, expected="0 to 4294967295")
     raw = tiny_config(variant, fp8=fp8, dtype=dtype)
     tensors = dict(_weights(Glm5Config.from_hf_dict(raw), seed))
     with SafetensorsWriter(folder, plan_of(tensors), SHARD_BYTES) as writer:

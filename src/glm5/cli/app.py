@@ -19,6 +19,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+HfDir = Annotated[
+    str,
+    typer.Argument(metavar="HF_DIR", help="Hugging Face folder, or a repository owner/name."),
+]
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
@@ -47,7 +55,10 @@ class Mode(StrEnum):
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]")] = Path("demo"), json: Json = False
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where it writes; an earlier demo is replaced.")
+    ] = Path("demo"),
+    json: Json = False,
 ) -> None:
     """Run the whole job on a tiny model: verify, train a LoRA, export, reload with peft."""
     from glm5.cli.demo import run_demo
@@ -57,9 +68,9 @@ def demo(
 
 @app.command()
 def tiny(
-    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder.")],
     variant: Annotated[Variant, typer.Option(help="Which model it is shaped like.")],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data, below 2**32.")] = 0,
     json: Json = False,
 ) -> None:
     """Write a tiny Hugging Face checkpoint with random weights, a tokenizer and chat data."""
@@ -71,7 +82,7 @@ def tiny(
 
 
 @app.command()
-def verify(hf_dir: Annotated[str, typer.Argument(metavar="HF_DIR")], json: Json = False) -> None:
+def verify(hf_dir: HfDir, json: Json = False) -> None:
     """Compare a checkpoint's model with transformers, below and above topk, packed and unpacked."""
     from glm5.cli.verify import run_verify
 
@@ -80,8 +91,8 @@ def verify(hf_dir: Annotated[str, typer.Argument(metavar="HF_DIR")], json: Json 
 
 @app.command()
 def convert(
-    hf_dir: Annotated[str, typer.Argument(metavar="HF_DIR")],
-    ckpt_dir: Annotated[Path, typer.Argument(metavar="CKPT_DIR")],
+    hf_dir: HfDir,
+    ckpt_dir: Annotated[Path, typer.Argument(metavar="CKPT_DIR", help="New folder.")],
     json: Json = False,
 ) -> None:
     """Turn a Hugging Face checkpoint into a Megatron-Core one."""
@@ -92,9 +103,16 @@ def convert(
 
 @app.command()
 def train(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml")],
+    run_file: Annotated[
+        Path, typer.Argument(metavar="RUN.toml", help="Run file; recipes/ has commented ones.")
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one setting.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override one setting, such as optimizer.lr=1e-4; may be repeated.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -106,9 +124,22 @@ def train(
 
 @app.command()
 def export(
-    ckpt_dir: Annotated[Path, typer.Argument(metavar="CKPT_DIR")],
-    out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR")],
-    form: Annotated[Form, typer.Option("--as", help="What to write.")],
+    ckpt_dir: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CKPT_DIR",
+            help="A converted checkpoint, a checkpoint of a run, or a run's folder (its newest).",
+        ),
+    ],
+    out_dir: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="New folder.")],
+    form: Annotated[
+        Form,
+        typer.Option(
+            "--as",
+            help="adapter: for peft. merged: base plus adapter. "
+            "hf: of a checkpoint that holds every weight.",
+        ),
+    ],
     json: Json = False,
 ) -> None:
     """Write a PEFT adapter, a merged or a plain Hugging Face checkpoint, verified by loading it."""
@@ -166,6 +197,22 @@ def doctor(json: Json = False) -> None:
     from glm5.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(json=json))
+
+
+@bench.command()
+def kernels(
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also time plain PyTorch and Megatron-Core's kernels.")
+    ] = False,
+    roofline: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw a roofline plot to this file.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check, then time the fused kernels on this machine's GPU."""
+    from glm5.cli.bench import run_bench_kernels
+
+    run_bench_kernels(with_peers=peers, roofline=roofline, json=json)
 
 
 def run() -> None:

@@ -22,6 +22,7 @@ from glm5.train.run import train
 from glm5.train.run_config import RunConfig
 
 _MARKER = ".glm5-demo"
+_MADE = ("hf", "run", "adapter", "loss.png")
 _STEPS = 60
 
 
@@ -62,15 +63,28 @@ def run_demo(folder: Path, *, json: bool) -> int:
 
 def _take_folder(folder: Path) -> None:
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        if not (folder / _MARKER).is_file():
-            raise ConfigError(
-                f"{folder} holds something that is not a demo",
-                expected="a new or empty folder, or one that an earlier demo made",
-                remedy="name another folder: glm5 demo DIR",
-            )
+        _check_is_a_demo(folder)
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _MARKER).touch()
+
+
+def _check_is_a_demo(folder: Path) -> None:
+    """Nothing is removed but what a demo makes."""
+    is_demo = (folder / _MARKER).is_file()
+    # what is hidden belongs to an interrupted demo
+    foreign = [
+        path.name
+        for path in (folder.iterdir() if is_demo else ())
+        if path.name not in _MADE and not path.name.startswith(".")
+    ]
+    if not is_demo or foreign:
+        raise ConfigError(
+            f"{folder} holds something that is not a demo",
+            got=", ".join(sorted(foreign)) or None,
+            expected="a new or empty folder, or one that an earlier demo made",
+            remedy="name another folder: glm5 demo DIR",
+        )
 
 
 def _verify(output: Output, hf_dir: Path) -> Check:

@@ -17,6 +17,7 @@ _PACKAGES = (
     ("transformers", ">=5.13", "required"),
     ("safetensors", ">=0.5", "required"),
     ("peft", ">=0.21", "optional: export of adapters"),
+    ("tilelang", ">=0.1.15,<0.2", "optional: the backend tilelang"),
     ("transformer-engine", "", "optional"),
 )
 

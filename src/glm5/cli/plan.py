@@ -43,7 +43,7 @@ def run_plan(model: str, options: PlanOptions, *, json: bool) -> int:
     """
     output = Output(json)
     name, glm5 = read_model(model)
-    work = Workload(mode=options.mode, seq_len=options.seq_len)
+    work = Workload(mode=options.mode, seq_len=options.seq_len, mtp=options.mtp)
     if options.layout is None:
         return _choose(output, name, glm5, work, options)
     layout = parse_layout(options.layout)

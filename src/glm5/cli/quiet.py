@@ -5,9 +5,14 @@ from __future__ import annotations
 import logging
 import warnings
 
-# They report on every start that optional packages are not installed, and deprecate their own
-# classes.
-_TALKATIVE = ("megatron", "torch.utils.cpp_extension", "torch.distributed.checkpoint")
+# They report on every start that optional packages are not installed, deprecate their own classes,
+# or tell standard output of each kernel that they compile.
+_TALKATIVE = (
+    "megatron",
+    "tilelang.jit",
+    "torch.utils.cpp_extension",
+    "torch.distributed.checkpoint",
+)
 
 
 def quiet_libraries() -> None:

@@ -16,7 +16,6 @@ from glm5.errors import AdapterError, CheckFailedError
 from glm5.export.check import ExportCheck, check_logits
 from glm5.export.factors import adapter_factors
 from glm5.model.transformer_config import torch_dtype
-from glm5.parity.hf_side import set_latent_eps
 from glm5.parity.logits import paired_logits, probe_tokens
 
 
@@ -41,11 +40,10 @@ def export_adapter(model: GPTModel, record: CheckpointRecord, out_dir: Path) -> 
         )
         with readable_by_transformers(base, glm5) as readable:
             try:
-                verify_peft_adapter(folder, readable, factors, rank=rank, alpha=alpha)
+                verify_peft_adapter(folder, readable, glm5, factors, rank=rank, alpha=alpha)
             except AdapterError as error:
                 raise CheckFailedError("PEFT does not load this adapter", got=error) from error
-            peft_model = load_peft_model(folder, readable)
-        set_latent_eps(peft_model.get_base_model(), glm5)
+            peft_model = load_peft_model(folder, readable, glm5)
         token_ids = probe_tokens(glm5)
         # PEFT put its layers into the base model
         ours, theirs = paired_logits(model, peft_model.get_base_model(), token_ids)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from glm5.checkpoint.atomic import check_is_free
-from glm5.checkpoint.ckpt_dir import CheckpointRecord, find_checkpoint, read_record
+from glm5.checkpoint.ckpt_dir import STEPS_FOLDER, CheckpointRecord, find_checkpoint, read_record
 from glm5.checkpoint.fingerprint import CONFIG, WEIGHTS, base_fingerprints, changed_inputs
 from glm5.checkpoint.hf_folder import hf_folder
 from glm5.errors import CheckpointError
@@ -24,12 +24,14 @@ def export(checkpoint: Path, out_dir: Path, form: Form) -> list[ExportCheck]:
     loading.
 
     Raises:
-        CheckpointError: no such checkpoint, a form that does not fit it, or `out_dir` is taken.
+        CheckpointError: no such checkpoint, a form that does not fit it, or `out_dir` is taken or
+        inside the checkpoint.
         CheckFailedError: what was written does not compute the same logits; it is removed.
     """
     checkpoint = find_checkpoint(checkpoint)
     record = read_record(checkpoint)
     check_is_free(out_dir)
+    _check_place(checkpoint, out_dir)
     _check_form(checkpoint, record.kind, form)
     _check_base(record)
     # the comparison is in fp32; written values keep the dtype that they trained in
@@ -39,6 +41,19 @@ def export(checkpoint: Path, out_dir: Path, form: Form) -> list[ExportCheck]:
     if form == "merged":
         return export_merged(model, record, out_dir)
     return export_hf(model, record, checkpoint, out_dir)
+
+
+def _check_place(checkpoint: Path, out_dir: Path) -> None:
+    """A run takes what is in its folder of steps for its own."""
+    checkpoint, out_dir = checkpoint.resolve(), out_dir.resolve()
+    is_step = checkpoint.parent.name == STEPS_FOLDER
+    kept = checkpoint.parent if is_step else checkpoint
+    if out_dir.is_relative_to(kept):
+        raise CheckpointError(
+            f"{out_dir} is inside the checkpoint that is exported",
+            expected=f"a folder outside {kept}",
+            remedy="choose another folder",
+        )
 
 
 def _check_base(record: CheckpointRecord) -> None:

@@ -145,6 +145,7 @@ class DSASelfAttention(MegatronModule):
         topk_indices: Tensor,
     ) -> Tensor:
         return add_indexer_loss(
+            self.backend,
             output,
             index_inputs,
             q.detach(),

@@ -10,6 +10,17 @@ from torch import Tensor
 from glm5.errors import DataError
 from glm5.ops.masks import check_cu_seqlens
 
+# not bool: a mask passed for ids would be read as tokens 0 and 1
+_INTEGER_DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+)
+
 
 def packed_seq_params(cu_seqlens: Tensor) -> PackedSeqParams:
     """Megatron's form of packed documents; cu_seqlens [n + 1] int32 on the model's device."""
@@ -19,20 +30,22 @@ def packed_seq_params(cu_seqlens: Tensor) -> PackedSeqParams:
 def logits(model: GPTModel, token_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Next-token logits of packed documents that never see each other.
 
-    token_ids [t] integer; cu_seqlens [n + 1] integer, document i is [cu_seqlens[i],
-    cu_seqlens[i+1]), default one document; returns [t, vocab_size] in the model's dtype,
-    differentiable unless under torch.no_grad().
+    token_ids [t] integer, on any device; cu_seqlens [n + 1] int32 or int64, document i is
+    [cu_seqlens[i], cu_seqlens[i+1]), default one document; returns [t, vocab_size] in the model's
+    dtype, differentiable unless under torch.no_grad().
 
     Raises:
         DataError: token_ids is not one row of ids of the vocabulary, or cu_seqlens does not span
-        it.
+        it; or one of them is no tensor.
     """
+    _check_is_tensor("token_ids", token_ids)
     _check_tokens(token_ids, model.vocab_size)
     device = next(model.parameters()).device
     token_ids = token_ids.to(device=device, dtype=torch.long)
     num_tokens = token_ids.numel()
     if cu_seqlens is None:
         cu_seqlens = torch.tensor([0, num_tokens])
+    _check_is_tensor("cu_seqlens", cu_seqlens)
     check_cu_seqlens(cu_seqlens, num_tokens)
     out = model(
         input_ids=token_ids[None],
@@ -43,15 +56,27 @@ def logits(model: GPTModel, token_ids: Tensor, cu_seqlens: Tensor | None = None)
     return out[0]
 
 
+def _check_is_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise DataError(
+            f"{name} is not a tensor",
+            got=type(value).__name__,
+            expected="a torch.Tensor of integers",
+            remedy=f"pass torch.tensor({name})",
+        )
+
+
 def _check_tokens(token_ids: Tensor, vocab_size: int) -> None:
-    if token_ids.dim() != 1 or token_ids.numel() == 0 or token_ids.is_floating_point():
+    if token_ids.dim() != 1 or token_ids.numel() == 0 or token_ids.dtype not in _INTEGER_DTYPES:
         raise DataError(
             "token_ids is not one row of integers",
             got=f"shape {tuple(token_ids.shape)}, {token_ids.dtype}",
             expected="[t] integers, t >= 1",
             remedy="pack several documents end to end and pass cu_seqlens",
         )
-    low, high = torch.stack([token_ids.min(), token_ids.max()]).tolist()
+    # torch has no minimum of the wider unsigned types
+    ids = token_ids.to(torch.long)
+    low, high = torch.stack([ids.min(), ids.max()]).tolist()
     if low < 0 or high >= vocab_size:
         raise DataError(
             "token_ids are outside the vocabulary",

@@ -7,7 +7,7 @@ from glm5.errors import LayoutError
 from glm5.runtime.distributed import Layout
 
 
-def check_layout(glm5: Glm5Config, layout: Layout, *, indexer_loss_coeff: float, mtp: bool) -> None:
+def check_layout(glm5: Glm5Config, layout: Layout, *, mtp: bool) -> None:
     """Checks all but the pipeline's stages.
 
     Raises:
@@ -21,13 +21,6 @@ def check_layout(glm5: Glm5Config, layout: Layout, *, indexer_loss_coeff: float,
                 expected="a multiple of the number of ranks",
                 remedy="choose another tp or ep",
             )
-    if indexer_loss_coeff > 0 and layout.tp > 1:
-        raise LayoutError(
-            "the indexer's loss needs the attention of all heads",
-            got=f"indexer_loss_coeff {indexer_loss_coeff} with tp {layout.tp}",
-            expected="tp 1 where the indexer trains",
-            remedy="freeze the indexer, or set tp to 1",
-        )
     if mtp and (layout.cp > 1 or layout.tp > 1):
         raise LayoutError(
             "the MTP layer is built with tp = cp = 1 only",

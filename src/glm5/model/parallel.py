@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from glm5.model.transformer_config import Glm5TransformerConfig
+from glm5.ops.indexer_kl.inputs import SumOverRanks
 
 
 def gather_tokens(x: Tensor, config: Glm5TransformerConfig, *, partial_grad: bool) -> Tensor:
@@ -41,3 +43,11 @@ def sum_gradient_over_tp(*parameters: nn.Parameter) -> None:
     """
     for parameter in parameters:
         parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+def tp_sum() -> SumOverRanks | None:
+    """A function that adds up a constant in place over the tensor-parallel ranks; None for one."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return None
+    group = parallel_state.get_tensor_model_parallel_group()
+    return lambda part: torch.distributed.all_reduce(part, group=group)

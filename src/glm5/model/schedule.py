@@ -18,7 +18,7 @@ def pipeline_layout(
     Raises:
         LayoutError: the split does not fit the model, or a stage starts on a shared layer.
     """
-    split = list(layers_per_stage or nearest_split(glm5, stages))
+    split = list(nearest_split(glm5, stages) if layers_per_stage is None else layers_per_stage)
     if len(split) != stages or sum(split) != glm5.num_hidden_layers or min(split) < 1:
         raise LayoutError(
             "the layers per stage do not fit the model",

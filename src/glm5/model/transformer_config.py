@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -65,10 +66,15 @@ def glm5_transformer_config(
 
     Raises:
         BackendError: `backend` is unknown or cannot run here.
+        ConfigError: `recompute` is unknown, or `indexer_loss_coeff` is negative or no number.
         LayoutError: the model cannot be split as the layout or `layers_per_stage` says.
     """
     get_backend(backend)
-    check_layout(glm5, layout, indexer_loss_coeff=indexer_loss_coeff, mtp=include_mtp)
+    if not (indexer_loss_coeff >= 0 and math.isfinite(indexer_loss_coeff)):
+        raise ConfigError(
+            "indexer_loss_coeff is no weight", got=indexer_loss_coeff, expected="a number from 0 up"
+        )
+    check_layout(glm5, layout, mtp=include_mtp)
     stages = pipeline_layout(glm5, layout.pp, layers_per_stage, mtp=include_mtp)
     return Glm5TransformerConfig(
         glm5=glm5,
@@ -88,8 +94,8 @@ def torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """The torch dtype of a name, if a model can be built in it; ConfigError otherwise."""
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
-    if dtype in DTYPES:
-        return DTYPES[str(dtype)]
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
     raise ConfigError(
         "this dtype is not supported",
         got=dtype,
@@ -158,6 +164,12 @@ def _recompute(recompute: Recompute) -> dict[str, object]:
             "recompute_granularity": "selective",
             "recompute_modules": list(SELECTIVE_MODULES),
         }
+    if recompute != "none":
+        raise ConfigError(
+            "unknown kind of recompute",
+            got=repr(recompute),
+            expected=", ".join(get_args(Recompute)),
+        )
     return {}
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from glm5.errors import BackendError
+from glm5.ops.indexer_kl.inputs import SumOverRanks
 
 
 class Backend(Protocol):
@@ -22,6 +23,23 @@ class Backend(Protocol):
         self, q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
     ) -> tuple[Tensor, Tensor]:
         """Attend to the selected keys: -> out [t_q, h, d_v], lse [t_q, h]."""
+
+    def indexer_kl(
+        self,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_weights: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        lse: Tensor,
+        softmax_scale: float,
+        *,
+        topk_indices: Tensor | None = None,
+        starts: Tensor | None = None,
+        ends: Tensor | None = None,
+        sum_over_ranks: SumOverRanks | None = None,
+    ) -> Tensor:
+        """The loss that trains the indexer: -> kl [t_q] fp32."""
 
 
 class BackendStatus(NamedTuple):
@@ -41,6 +59,11 @@ class _Entry(NamedTuple):
 _BACKENDS = {
     "torch": _Entry("glm5.ops.torch_backend", "install torch"),
     "triton": _Entry("glm5.ops.triton_backend", 'use the backend "torch"', needs_cuda=True),
+    "tilelang": _Entry(
+        "glm5.ops.tilelang_backend",
+        "pip install tilelang==0.1.15, on a machine with an NVIDIA GPU",
+        needs_cuda=True,
+    ),
     "megatron": _Entry("glm5.ops.peers", "pip install megatron-core==0.19.2"),
 }
 _DEFAULTS = {"cpu": "torch", "cuda": "triton"}
@@ -63,7 +86,7 @@ def get_backend(name: str) -> Backend:
         )
     try:
         return cast(Backend, import_module(entry.module))
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise BackendError(
             f"the attention backend {name!r} cannot run here", got=error, remedy=entry.remedy
         ) from error

@@ -12,10 +12,13 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 from torch import Tensor
 
 from glm5.ops.indexer.selection import select_from_scores
-from glm5.ops.key_sets import Chunk, KeySelection
-from glm5.ops.sparse_mla.chunk import masked_logits
+from glm5.ops.indexer_kl.inputs import SumOverRanks, check_inputs, check_key_set
+from glm5.ops.indexer_kl.mcore import kl_per_row
+from glm5.ops.key_sets import Chunk, KeyBounds, KeySelection
+from glm5.ops.sparse_mla.chunk import masked_logits, probabilities_
+from glm5.ops.sparse_mla.inputs import attend_to_nothing
 
-__all__ = ["select_topk", "sparse_mla"]
+__all__ = ["indexer_kl", "select_topk", "sparse_mla"]
 
 
 @torch.no_grad()
@@ -44,9 +47,8 @@ def sparse_mla(
     """
     t_q, t_k = len(q), len(kv)
     if t_q == 0 or t_k == 0 or topk_indices.shape[1] == 0:
-        # Megatron-Core's softmax cannot reduce an empty dimension; empty sums give zero gradients.
-        zero = q[..., :0].sum() + kv[..., :0].sum()
-        return zero.expand(*q.shape[:2], d_v), torch.full(q.shape[:2], -torch.inf, device=q.device)
+        # Megatron-Core's softmax cannot reduce an empty dimension.
+        return attend_to_nothing(q, kv, d_v)
     out = _unfused_absorbed_dsa_fn(
         q[:, None],
         kv[:, None, None],
@@ -64,3 +66,40 @@ def sparse_mla(
 def _log_sum_exp(q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float) -> Tensor:
     mask = KeySelection(topk_indices).mask(Chunk(slice(0, len(q)), slice(0, len(kv))))
     return masked_logits(q.float() * softmax_scale, kv.float(), mask).logsumexp(-1)
+
+
+def indexer_kl(
+    index_q: Tensor,
+    index_k: Tensor,
+    index_weights: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    *,
+    topk_indices: Tensor | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    sum_over_ranks: SumOverRanks | None = None,
+) -> Tensor:
+    """KL(p || softmax(index scores)) by Megatron-Core's index scores and its KL formula.
+
+    Tensors and key sets as in the reference. Megatron-Core raises p to at least 1e-10 inside its
+    logarithm. Computed in fp32, differentiable in the index tensors by plain autograd.
+    Raises BackendError when not exactly one key set is given, or when the shapes do not fit.
+    """
+    check_inputs(index_q, index_k, index_weights, q, kv, lse)
+    check_key_set(topk_indices, starts, ends, t_q=len(q))
+    everything = Chunk(slice(0, len(q)), slice(0, len(kv)))
+    if topk_indices is not None:
+        mask = KeySelection(topk_indices).mask(everything)
+    else:
+        assert starts is not None and ends is not None, "check_key_set saw neither key set"
+        mask = KeyBounds(starts, ends).mask(everything)
+    with torch.no_grad():
+        logits = masked_logits(q.float() * softmax_scale, kv.float(), mask)
+        target = probabilities_(logits, lse.float()).sum(1)
+        if sum_over_ranks is not None:
+            sum_over_ranks(target)
+    scores = _compute_index_scores(index_q[:, None], index_weights[:, None], index_k[:, None])[0]
+    return kl_per_row(target, scores, mask)

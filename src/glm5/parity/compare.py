@@ -12,6 +12,8 @@ from glm5.parity.observation import Observation, block_mask
 
 # Errors are relative to the largest reference value: fp32 through tens of layers stays far below.
 LIMIT = 1e-4
+# A gradient that is 0 in exact arithmetic is rounding of the others: it has no scale of its own.
+GRADIENT_FLOOR = 1e-2
 
 
 class Bounded:
@@ -41,12 +43,22 @@ class Finding(Bounded):
     limit: float
 
 
-def relative_error(got: Tensor, reference: Tensor) -> float:
-    """max |got - reference| / max |reference|; NaN or infinity when either side has one."""
+def relative_error(got: Tensor, reference: Tensor, *, floor: float = 0.0) -> float:
+    """max |got - reference| / max(max |reference|, floor); NaN or infinity when a side has one."""
     if got.numel() == 0:
         return 0.0
-    scale = reference.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    scale = reference.abs().max().clamp_min(max(floor, torch.finfo(torch.float32).tiny))
     return float((got - reference).abs().max() / scale)
+
+
+def gradient_errors(ours: Observation, reference: Observation) -> dict[str, float]:
+    """By weight; the scale is at least GRADIENT_FLOOR of the largest gradient of the model."""
+    largest = max((float(g.abs().max()) for g in reference.gradients.values()), default=0.0)
+
+    def error(got: Tensor, expected: Tensor) -> float:
+        return relative_error(got, expected, floor=GRADIENT_FLOOR * largest)
+
+    return _layerwise(ours.gradients, reference.gradients, error)
 
 
 def compare(
@@ -66,7 +78,7 @@ def compare(
                 lambda a, b: relative_error(a[visible], b[visible]),
             ),
         ),
-        _worst(case, "gradients", _layerwise(ours.gradients, reference.gradients, relative_error)),
+        _worst(case, "gradients", gradient_errors(ours, reference)),
     ]
 
 

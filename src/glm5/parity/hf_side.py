@@ -13,39 +13,17 @@ from torch.overrides import TorchFunctionMode
 from glm5.checkpoint.dequantise import readable_by_transformers
 from glm5.checkpoint.hf_model import load_hf_model
 from glm5.config import Glm5Config
-from glm5.errors import ConfigError
 from glm5.parity.observation import Observation, document_slices, next_token_loss
-
-# Older releases rotate the indexer or the attention differently, or attend to the future.
-MIN_TRANSFORMERS = (5, 13)
 
 
 def load_reference(folder: Path, glm5: Glm5Config, device: torch.device) -> Any:
-    """The `transformers` model of a local folder in fp32 with eager attention.
-
-    transformers parses the schedule from the raw config by itself; only keys that some of its
-    releases write and others misread are left out. It hard-wires the latent norms' eps, so that one
-    is set.
+    """The `transformers` model of a local folder, FP8 or not, in fp32 on `device`.
 
     Raises:
-        ConfigError: this transformers is too old to be an oracle, or cannot express the model.
+        ConfigError, CheckpointError: transformers is too old, or cannot express or load the model.
     """
-    import transformers
-    from transformers import GlmMoeDsaConfig
-
-    _check_oracle(transformers.__version__, glm5)
-    config = GlmMoeDsaConfig(**glm5.model_copy(update={"fp8": None}).to_hf_dict())
     with readable_by_transformers(folder, glm5) as readable:
-        model = load_hf_model(readable, config=config)
-    set_latent_eps(model, glm5)
-    return model.to(device)
-
-
-def set_latent_eps(model: Any, glm5: Glm5Config) -> None:
-    """Gives the q and kv latent norms the checkpoint's eps; transformers hard-wires 1e-6."""
-    for layer in model.model.layers:
-        layer.self_attn.q_a_layernorm.variance_epsilon = glm5.latent_norm_eps
-        layer.self_attn.kv_a_layernorm.variance_epsilon = glm5.latent_norm_eps
+        return load_hf_model(readable, glm5).to(device)
 
 
 def observe_hf(
@@ -87,24 +65,6 @@ class _SeeTopk(TorchFunctionMode):
         if func in (torch.topk, torch.Tensor.topk):
             self.scores = args[0].detach()
         return func(*args, **(kwargs or {}))
-
-
-def _check_oracle(version: str, glm5: Glm5Config) -> None:
-    major, minor = (int(part) for part in version.split(".")[:2])
-    if (major, minor) < MIN_TRANSFORMERS:
-        raise ConfigError(
-            "this transformers computes GLM-5 wrongly",
-            got=version,
-            expected=">= {}.{}".format(*MIN_TRANSFORMERS),
-            remedy="upgrade transformers",
-        )
-    if not glm5.indexer_rope_interleave:
-        raise ConfigError(
-            "transformers cannot express this model",
-            got="indexer_rope_interleave = false",
-            expected="true, which transformers hard-wires",
-            remedy="verify is not possible for this checkpoint",
-        )
 
 
 def _observe_document(

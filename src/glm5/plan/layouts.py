@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from glm5.config import Glm5Config
 from glm5.errors import LayoutError
 from glm5.model.layout import check_layout
-from glm5.model.schedule import check_stages, nearest_split
+from glm5.model.schedule import nearest_split, pipeline_layout
 from glm5.plan.hardware import GPUS_PER_NODE
 from glm5.plan.workload import Workload
 from glm5.runtime.distributed import Layout, check_world_size
@@ -76,9 +76,9 @@ def place(
         LayoutError: the model or the number of GPUs cannot be split so.
     """
     check_world_size(layout, gpus)
-    check_layout(glm5, layout, indexer_loss_coeff=work.indexer_loss_coeff, mtp=False)
+    check_layout(glm5, layout, mtp=work.mtp)
     split = tuple(layers_per_stage or nearest_split(glm5, layout.pp))
-    check_stages(glm5, split)
+    pipeline_layout(glm5, layout.pp, split, mtp=work.mtp)
     return Placement(layout, gpus, split)
 
 

@@ -11,15 +11,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
+import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
 from glm5.checkpoint.convert import fill_targets, mcore_tensors, partition_dim
-from glm5.checkpoint.load import build_for
 from glm5.checkpoint.rules import Rule
 from glm5.config import Glm5Config
+from glm5.model.build import build_model
+from glm5.model.transformer_config import (
+    Glm5TransformerConfig,
+    glm5_transformer_config,
+    torch_dtype,
+)
 from glm5.plan.published import Part, open_published
-from glm5.runtime.distributed import Layout
+from glm5.runtime.distributed import Layout, current_layout
 from glm5.runtime.simulated import simulated_rank
 
 # A further process pays for importing torch only where there is this much to build.
@@ -104,17 +110,23 @@ def build_shards(job: ShardJob, ranks: Iterable[int]) -> Iterator[Shard]:
         with simulated_rank(rank, job.world_size, _without_repeats(job.layout)):
             at = _coordinates()
             assert at == job.coordinates(rank), f"rank {rank} stands at {at}"
-            model = build_for(
-                job.config,
-                device="meta",
-                backend="torch",
-                include_mtp=job.include_mtp,
-                layers_per_stage=job.layers_per_stage,
-            )
-            tensors = mcore_tensors(model)
+            tensors = mcore_tensors(build_model(_model_config(job)))
             fill_targets(tensors, job.rules, reader)
         targets = {name: _target(name, tensor) for name, tensor in tensors.items()}
         yield Shard(at, targets, list(published.reads))
+
+
+def _model_config(job: ShardJob) -> Glm5TransformerConfig:
+    """As training's, but for the device; attention is never run, so any backend will do."""
+    return glm5_transformer_config(
+        job.config,
+        device=torch.device("meta"),
+        dtype=torch_dtype(job.config.dtype),
+        backend="torch",
+        layout=current_layout(),
+        include_mtp=job.include_mtp,
+        layers_per_stage=job.layers_per_stage,
+    )
 
 
 def _without_repeats(layout: Layout) -> Layout:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from glm5.errors import LayoutError
+from glm5.errors import ConfigError, LayoutError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,39 @@ def default_device() -> torch.device:
     if dist.is_torchelastic_launched():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """The device that was asked for, if a model can be built there.
+
+    Raises:
+        ConfigError: neither the CPU nor this process's GPU.
+    """
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            "this is no device", got=repr(device), expected='"cpu", "cuda"'
+        ) from error
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError("this device is not supported", got=place, expected='"cpu", "cuda"')
+    if place.type == "cpu":
+        return place
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "there is no CUDA device here",
+            got=place,
+            remedy="leave the device out: the default is what the machine has",
+        )
+    current = torch.cuda.current_device()
+    if place.index not in (None, current):
+        raise ConfigError(
+            "a process computes on its current GPU alone",
+            got=place,
+            expected=f"cuda:{current}",
+            remedy="call torch.cuda.set_device first",
+        )
+    return torch.device("cuda", current)
 
 
 def ensure_distributed(

@@ -1,9 +1,7 @@
 """Turn chats into tokens, and mark the tokens that an assistant would have produced."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +9,10 @@ from numpy.typing import NDArray
 
 from glm5.errors import DataError
 from glm5.train.data import Chat, Problems
+from glm5.train.template import ChatTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 # The prompts that serving may have used before an assistant turn, in the order they are tried.
 _PROMPT_ARGS: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": False})
@@ -36,23 +33,6 @@ class TokenizedChat:
 
     def __len__(self) -> int:
         return len(self.input_ids)
-
-
-def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a Hugging Face folder or repo id, without running code of its own.
-
-    Raises:
-        DataError: no tokenizer there.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(path), trust_remote_code=False
-        )
-    except Exception as error:  # whatever a config or tokenizer file of another kind provokes
-        raise DataError(f"{path}: cannot load the tokenizer", got=error) from error
-    return tokenizer
 
 
 class ChatTokenizer:
@@ -78,25 +58,27 @@ class ChatTokenizer:
             DataError: no chat template, or no stop token.
         """
         self.tokenizer = tokenizer
-        self.template_args = dict(template_args or {})
         self.stop_token_ids = frozenset(stop_token_ids)
         if not self.stop_token_ids:
             raise DataError("no stop token", expected="at least one id in eos_token_id")
-        self._stop_texts = self._texts_of_stop_tokens()
-        self._has_markers = bool(_GENERATION_MARKER.search(self._template()))
+        self._template = ChatTemplate(tokenizer, self._texts_of_stop_tokens(), template_args or {})
 
     def __call__(
-        self, messages: Sequence[Mapping[str, Any]], source: str = "chat"
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        source: str = "chat",
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> TokenizedChat:
         """Return the tokens of one chat and the mask of those that an assistant produced.
 
         Raises:
-            DataError: the template refuses the chat, changes earlier turns, or marks nothing; or
-                the text of a message contains a stop token.
+            DataError: the template refuses the chat, does not read what it holds, changes earlier
+                turns, or marks nothing; or the chat's text contains a special token.
         """
-        self._refuse_stop_tokens_in_text(messages)
-        find = self._masked_by_template if self._has_markers else self._masked_by_prefixes
-        input_ids, loss_mask = find(messages)
+        self._template.check(messages, tools)
+        marked = self._template.has_markers(tools)
+        find = self._masked_by_template if marked else self._masked_by_prefixes
+        input_ids, loss_mask = find(messages, tools)
         self._settle_stop_tokens(input_ids, loss_mask, messages)
         # The first token of a chat is never predicted.
         if not any(loss_mask[1:]):
@@ -104,12 +86,6 @@ class ChatTokenizer:
         return TokenizedChat(
             np.array(input_ids, dtype=np.int32), np.array(loss_mask, dtype=np.bool_), source
         )
-
-    def _template(self) -> str:
-        try:
-            return str(self.tokenizer.get_chat_template())
-        except ValueError as error:
-            raise DataError("the tokenizer has no chat template", got=error) from None
 
     def _texts_of_stop_tokens(self) -> tuple[str, ...]:
         texts = self.tokenizer.convert_ids_to_tokens(sorted(self.stop_token_ids))
@@ -121,54 +97,37 @@ class ChatTokenizer:
             )
         return tuple(texts)
 
-    def _refuse_stop_tokens_in_text(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        for index, message in enumerate(messages):
-            for stop in self._stop_texts:
-                if any(stop in text for text in _strings(message)):
-                    raise DataError(f"messages[{index}] contains the stop token {stop} as text")
-
-    def _apply(self, messages: Sequence[Mapping[str, Any]], **args: Any) -> Any:
-        from jinja2.exceptions import TemplateError
-
-        try:
-            return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=True,
-                return_dict=True,
-                **{**self.template_args, **args},
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"the chat template refuses the chat: {error}") from None
-
-    def _encode(self, messages: Sequence[Mapping[str, Any]], **args: Any) -> list[int]:
-        return list(self._apply(messages, **args)["input_ids"])
-
     def _masked_by_template(
-        self, messages: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[int], list[bool]]:
-        encoded = self._apply(messages, return_assistant_tokens_mask=True)
+        encoded = self._template.apply(messages, tools, return_assistant_tokens_mask=True)
         return list(encoded["input_ids"]), [bool(value) for value in encoded["assistant_masks"]]
 
     def _masked_by_prefixes(
-        self, messages: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[int], list[bool]]:
-        input_ids = self._encode(messages)
+        input_ids = self._template.encode(messages, tools)
         loss_mask = [False] * len(input_ids)
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                start = self._prompt_length(messages[:index], input_ids)
-                stop = self._turn_end(messages[: index + 1], input_ids)
+                start = self._prompt_length(messages[:index], tools, input_ids)
+                stop = self._turn_end(messages[: index + 1], tools, input_ids)
                 loss_mask[start:stop] = [True] * (stop - start)
         return input_ids, loss_mask
 
-    def _prompt_length(self, before: Sequence[Mapping[str, Any]], input_ids: list[int]) -> int:
+    def _prompt_length(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        input_ids: list[int],
+    ) -> int:
         if not before:
             raise DataError(
                 "the chat starts with an assistant message, so there is no prompt before it",
                 remedy="start the chat with a system or user message",
             )
         for args in _PROMPT_ARGS:
-            prompt = self._encode(before, add_generation_prompt=True, **args)
+            prompt = self._template.encode(before, tools, add_generation_prompt=True, **args)
             if input_ids[: len(prompt)] == prompt:
                 return len(prompt)
         raise DataError(
@@ -177,8 +136,13 @@ class ChatTokenizer:
             remedy="use a template with {% generation %} markers, or see data.chat_template_args",
         )
 
-    def _turn_end(self, upto: Sequence[Mapping[str, Any]], input_ids: list[int]) -> int:
-        turn = self._encode(upto)
+    def _turn_end(
+        self,
+        upto: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        input_ids: list[int],
+    ) -> int:
+        turn = self._template.encode(upto, tools)
         if input_ids[: len(turn)] == turn:
             return len(turn)
         raise DataError(
@@ -213,21 +177,13 @@ class ChatTokenizer:
         """Return the token that a next message of `role` starts with, if it stops; else eos."""
         # A chat of its own: the next message may change what a template writes for earlier ones.
         turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
-        shorter = self._encode(turn)
-        longer = self._encode([*turn, {"role": role, "content": "x"}])
+        shorter = self._template.encode(turn)
+        longer = self._template.encode([*turn, {"role": role, "content": "x"}])
         following = longer[len(shorter) : len(shorter) + 1]
         if longer[: len(shorter)] == shorter and following and following[0] in self.stop_token_ids:
             return int(following[0])
         eos = self.tokenizer.eos_token_id
         return int(eos) if eos in self.stop_token_ids else min(self.stop_token_ids)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(item)
 
 
 def _spans(mask: Sequence[bool]) -> list[tuple[int, int]]:
@@ -243,14 +199,16 @@ def tokenize_chats(chats: Iterable[Chat], chat_tokenizer: ChatTokenizer) -> list
         DataError: one that lists every chat that cannot be tokenised, with its file and line;
             or what the chats' reader raises.
     """
-    problems, tokenized, remedies = Problems(), [], []
+    problems, tokenized = Problems(), []
+    remedies: dict[str, None] = {}  # in the order of the problems, each once
     for chat in chats:
         try:
-            tokenized.append(chat_tokenizer(chat.messages, chat.source))
+            tokenized.append(chat_tokenizer(chat.messages, chat.source, chat.tools))
         except DataError as error:
             problems.add(chat.source, error.what)
-            remedies.append(error.remedy)
-    problems.raise_if_any("chats that cannot be tokenised", next(filter(None, remedies), None))
+            if error.remedy is not None:
+                remedies[error.remedy] = None
+    problems.raise_if_any("chats that cannot be tokenised", "\n    or: ".join(remedies) or None)
     return tokenized
 
 

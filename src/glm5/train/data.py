@@ -1,23 +1,24 @@
 """Read chats from JSONL and Parquet files, and report every bad line with its place."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import codecs
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from glm5.errors import DataError
+from glm5.train.row import BadRow, messages_of, parse_json, tools_of
 
-ROLES = ("system", "user", "assistant", "tool")
 MAX_SHOWN_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
 class Chat:
-    """One conversation: messages as the chat template takes them, and its `file:line`."""
+    """One conversation: messages and tools as the chat template takes them, and its `file:line`."""
 
     messages: tuple[dict[str, Any], ...]
     source: str
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass
@@ -42,17 +43,15 @@ class Problems:
         raise DataError("\n    ".join([f"{what}: {self.count}", *lines]), remedy=remedy)
 
 
-class _BadRow(Exception):
-    """Why one row is no chat."""
-
-
 def iter_chats(paths: Sequence[Path], *, max_samples: int | None = None) -> Iterator[Chat]:
     """Yield the chats of .jsonl and .parquet files in order, holding one row at a time.
 
     A row is an object with `messages`: a non-empty list of objects with `role` (system,
-    user, assistant or tool) and `content` (a string), at least one of them an assistant's.
-    Other columns are ignored; other keys of a message (reasoning_content, tool_calls) go to
-    the chat template. Blank lines are skipped.
+    user, assistant or tool) and `content` (a string), at least one of them an assistant's, and
+    perhaps `tools`: a list of function schemas, or its JSON as a string. An assistant that has
+    `tool_calls` needs no content; the arguments of a call may be an object or its JSON as a string.
+    Other columns are ignored; other keys of a message (reasoning_content) go to the chat template.
+    A key that is null is as if absent. Blank lines and a byte order mark are skipped.
 
     Raises:
         DataError: after the last row, when any row was bad: each with file and line (or row)
@@ -64,12 +63,13 @@ def iter_chats(paths: Sequence[Path], *, max_samples: int | None = None) -> Iter
         if num_chats == max_samples:
             break
         try:
-            messages = _messages_of(_decode(raw))
-        except _BadRow as error:
+            row = _decode(raw)
+            chat = Chat(messages_of(row), source, tools_of(row))
+        except BadRow as error:
             problems.add(source, str(error))
             continue
         num_chats += 1
-        yield Chat(messages, source)
+        yield chat
     problems.raise_if_any("bad rows in the data")
     if not num_chats:
         raise DataError("no chats in the data", got=", ".join(str(path) for path in paths))
@@ -91,7 +91,8 @@ def _iter_rows(paths: Sequence[Path]) -> Iterator[tuple[str, Any]]:
 
 def _iter_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, raw in enumerate(file, start=1):
+            line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if line.strip():
                 yield f"{path}:{number}", line
 
@@ -104,11 +105,12 @@ def _iter_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         with pq.ParquetFile(path) as file:
             if "messages" not in file.schema_arrow.names:
                 raise DataError(f"{path}: no column messages", got=file.schema_arrow.names)
+            columns = [name for name in ("messages", "tools") if name in file.schema_arrow.names]
             number = 0
-            for batch in file.iter_batches(batch_size=256, columns=["messages"]):
-                for cell in batch.column(0):
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                for cells in zip(*batch.columns, strict=True):
                     number += 1
-                    yield f"{path}:row {number}", cell
+                    yield f"{path}:row {number}", dict(zip(batch.schema.names, cells, strict=True))
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a readable Parquet file", got=error) from None
 
@@ -116,14 +118,12 @@ def _iter_parquet(path: Path) -> Iterator[tuple[str, Any]]:
 def _decode(raw: Any) -> Any:
     try:
         if isinstance(raw, bytes):
-            return json.loads(raw.decode("utf-8"))
-        return {"messages": _without_nulls(raw.as_py())}
+            return parse_json(raw.decode("utf-8"))
+        return {name: _without_nulls(cell.as_py()) for name, cell in raw.items()}
     except UnicodeDecodeError as error:
-        raise _BadRow(f"invalid UTF-8 at byte {error.start}") from None
-    except json.JSONDecodeError as error:
-        raise _BadRow(f"invalid JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:
-        raise _BadRow(f"unreadable: {error}") from None
+        raise BadRow(f"invalid UTF-8 at byte {error.start}") from None
+    except ValueError as error:
+        raise BadRow(f"unreadable: {error}") from None
 
 
 def _without_nulls(value: Any) -> Any:
@@ -131,38 +131,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _messages_of(row: Any) -> tuple[dict[str, Any], ...]:
-    if not isinstance(row, dict):
-        raise _BadRow(f"not an object but {_kind(row)}")
-    messages = row.get("messages")
-    if messages is None:
-        raise _BadRow("no messages")
-    if not isinstance(messages, list):
-        raise _BadRow(f"messages is not a list but {_kind(messages)}")
-    if not messages:
-        raise _BadRow("messages is empty")
-    for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]")
-    if all(message["role"] != "assistant" for message in messages):
-        raise _BadRow("no assistant message, so there is nothing to learn")
-    return tuple(messages)
-
-
-def _check_message(message: Any, where: str) -> None:
-    if not isinstance(message, Mapping):
-        raise _BadRow(f"{where} is not an object but {_kind(message)}")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise _BadRow(f"{where}.role is {role!r}, expected one of {', '.join(ROLES)}")
-    if not isinstance(content, str):
-        raise _BadRow(f"{where}.content is not a string but {_kind(content)}")
-    if any("\ud800" <= char <= "\udfff" for char in content):
-        raise _BadRow(f"{where}.content has half of a surrogate pair, which is not text")
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    names |= {int: "a number", float: "a number", type(None): "null"}
-    return names.get(type(value), type(value).__name__)

@@ -30,7 +30,7 @@ def parse_override(text: str) -> dict[str, Any]:
 def _toml_value(text: str) -> Any:
     try:
         document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
     # A line break in the text could smuggle in further keys; then it is no single value.
     return document["value"] if set(document) == {"value"} else text

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
 
+from glm5.checkpoint.atomic import remove_partials
 from glm5.checkpoint.ckpt_dir import (
+    STEPS_FOLDER,
     CheckpointRecord,
     LoraRecord,
     read_record,
@@ -27,7 +29,7 @@ from glm5.config import Glm5Config
 from glm5.errors import ConfigError, DataError
 from glm5.lora.attach import LoraSpec, attach_lora
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
-from glm5.train.chat import ChatTokenizer, check_vocabulary, load_tokenizer, tokenize_chats
+from glm5.train.chat import ChatTokenizer, check_vocabulary, tokenize_chats
 from glm5.train.claim import claimed
 from glm5.train.data import iter_chats
 from glm5.train.loop import TrainLoop
@@ -37,6 +39,7 @@ from glm5.train.packing import PackedDataset
 from glm5.train.run_config import RunConfig
 from glm5.train.state import TrainState, is_writer
 from glm5.train.stop import StopRequest
+from glm5.train.template import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ def train(
 
 def _train(run: RunConfig, say: Callable[[str], None], quiet: bool) -> TrainResult:
     folder = hf_folder(run.model.path)
+    if is_writer():
+        remove_partials(run.output.dir / STEPS_FOLDER)
     resume_step = find_resume_step(run)
     inputs = input_fingerprints(run, folder)
     if resume_step:

@@ -19,6 +19,7 @@ from pydantic import (
 from glm5.errors import ConfigError
 from glm5.train.overrides import flatten, merge_tables, parse_override
 from glm5.train.run_errors import describe_errors
+from glm5.train.template import RESERVED_ARGS
 
 AttentionTarget = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 MlpTarget = Literal["gate_proj", "up_proj", "down_proj"]
@@ -68,6 +69,10 @@ Paths = Annotated[tuple[Path, ...], BeforeValidator(_one_or_many), Field(min_len
 OnePath = Annotated[Path, BeforeValidator(_to_path)]
 LoraTargets = Annotated[tuple[LoraTarget, ...], BeforeValidator(_to_tuple), Field(min_length=1)]
 
+LayersPerStage = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_to_tuple), Field(min_length=1)
+]
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(
@@ -115,6 +120,16 @@ class DataSection(_Section):
     chat_template_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables handed to the chat template, such as clear_thinking = false."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        taken = [name for name in self.chat_template_args if name in RESERVED_ARGS]
+        if taken:
+            raise ValueError(
+                f"chat_template_args has {', '.join(taken)}, which transformers takes for itself; "
+                "expected names that the chat template reads"
+            )
+        return self
+
 
 class LoraSection(_Section):
     """`[lora]`: train adapters only; without this table every weight trains."""
@@ -145,7 +160,7 @@ class LayoutSection(_Section):
     """Context parallel ranks: they share the tokens of a row."""
     ep: Annotated[int, Field(ge=1)] = 1
     """Expert parallel ranks: they share the routed experts."""
-    layers_per_stage: Annotated[tuple[int, ...], BeforeValidator(_to_tuple)] | None = None
+    layers_per_stage: LayersPerStage | None = None
     """Decoder layers of each pipeline stage; absent: the most even split that IndexShare allows."""
 
 
@@ -183,8 +198,8 @@ class OptimizerSection(_Section):
 class TrainSection(_Section):
     """`[train]`: how long, how much at a time, and what is kept."""
 
-    steps: Annotated[int, Field(ge=1)]
-    """Optimizer steps in all; a cosine or linear schedule ends here [steps]."""
+    steps: Annotated[int, Field(ge=1, lt=10**8)]
+    """Optimizer steps in all, of up to eight digits; the schedule ends here [steps]."""
     global_batch_size: Annotated[int, Field(ge=1)]
     """Packed rows per optimizer step, over all ranks [rows]."""
     micro_batch_size: Annotated[int, Field(ge=1)] = 1
@@ -334,8 +349,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot read the run file", got=error.strerror) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8", got=f"byte offset {error.start}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML", got=error) from None
+
+
+def _absolute(value: str, folder: Path) -> str:
+    try:
+        return str((folder / Path(value).expanduser()).resolve())
+    except (ValueError, RuntimeError) as error:  # a null character; a ~user that nobody is
+        raise ConfigError("no path can be made of this", got=f"{value!r}: {error}") from None
 
 
 def _resolve_paths(tables: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -345,7 +367,7 @@ def _resolve_paths(tables: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         # An empty string is a mistake, not a name for the folder itself.
         if not isinstance(value, str) or not value:
             return value
-        return str((folder / Path(value).expanduser()).resolve())
+        return _absolute(value, folder)
 
     def resolve_model(value: Any) -> Any:
         # A name such as zai-org/GLM-5 is a folder only where that folder exists.

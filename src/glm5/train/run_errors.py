@@ -17,6 +17,7 @@ _EXPECTED = {
     "string_too_short": "a string that is not empty",
     "model_type": "a table",
     "dict_type": "a table",
+    "invalid-json-value": "a string, a number, a boolean, a list or a table",
 }
 
 

@@ -44,8 +44,6 @@ class TrainState:
     def save(self, run_dir: Path, record: CheckpointRecord, hf_dir: Path, keep: int) -> Path:
         """Writes the checkpoint of `record.step`, then removes all but the newest `keep`."""
         target = step_folder(run_dir, record.step)
-        if target.exists():
-            return target
         with _folder_of_all_ranks(target) as staging:
             if is_writer():
                 write_record(staging, record)

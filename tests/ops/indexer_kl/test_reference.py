@@ -26,6 +26,15 @@ def _selection_mask(topk_indices: Tensor, t_k: int) -> Tensor:
     return torch.stack([torch.isin(torch.arange(t_k), row) for row in topk_indices])
 
 
+def _lse(inputs: list[Tensor], mask: Tensor) -> Tensor:
+    logits = torch.einsum("thd,sd->ths", *inputs[3:]).detach() * SCALE
+    return logits.masked_fill(~mask[:, None], -torch.inf).logsumexp(-1)
+
+
+def _sparse_lse(inputs: list[Tensor], topk_indices: Tensor) -> Tensor:
+    return _lse(inputs, _selection_mask(topk_indices, len(inputs[4])))
+
+
 def _oracle(inputs: list[Tensor], mask: Tensor) -> Tensor:
     return oracles.kl(oracles.index_scores(*inputs[:3]), *inputs[3:], mask, SCALE)
 
@@ -39,11 +48,10 @@ def _assert_equal_with_gradients(kl: Tensor, expected: Tensor, inputs: list[Tens
 
 
 @pytest.mark.parametrize(("t_q", "t_k", "topk"), [(1, 1, 1), (7, 7, 3), (4, 9, 12), (9, 4, 2)])
-@pytest.mark.parametrize("give_lse", [True, False])
-def test_sparse_form(t_q: int, t_k: int, topk: int, give_lse: bool) -> None:
+def test_sparse_form(t_q: int, t_k: int, topk: int) -> None:
     inputs = _inputs(t_q, t_k)
     indices = oracles.random_selection(t_q, t_k, topk)
-    lse = sparse_mla(inputs[3], inputs[4], indices, SCALE, 5)[1] if give_lse else None
+    lse = _sparse_lse(inputs, indices)
     kl = indexer_kl(*inputs, lse, SCALE, topk_indices=indices)
     assert kl.shape == (t_q,)
     assert kl[0] == 0
@@ -51,23 +59,21 @@ def test_sparse_form(t_q: int, t_k: int, topk: int, give_lse: bool) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(1,), (5,), (4, 1, 6)])
-@pytest.mark.parametrize("give_lse", [True, False])
-def test_dense_form(lengths: tuple[int, ...], give_lse: bool) -> None:
+def test_dense_form(lengths: tuple[int, ...]) -> None:
     t = sum(lengths)
     inputs, (starts, ends) = _inputs(t, t), oracles.causal_bounds(*lengths)
     ends[0] = 0
     mask = _bounds_mask(starts, ends, t)
-    logits = torch.einsum("thd,sd->ths", inputs[3], inputs[4]) * SCALE
-    lse = logits.masked_fill(~mask[:, None], -torch.inf).logsumexp(-1) if give_lse else None
-    kl = indexer_kl(*inputs, lse, SCALE, starts=starts, ends=ends)
+    kl = indexer_kl(*inputs, _lse(inputs, mask), SCALE, starts=starts, ends=ends)
     _assert_equal_with_gradients(kl, _oracle(inputs, mask), inputs)
 
 
 def test_gradcheck() -> None:
     inputs, indices = _inputs(4, 6), oracles.random_selection(4, 6, 3)
+    lse = _sparse_lse(inputs, indices)
 
     def function(*index_inputs: Tensor) -> Tensor:
-        return indexer_kl(*index_inputs, *inputs[3:], None, SCALE, topk_indices=indices)
+        return indexer_kl(*index_inputs, *inputs[3:], lse, SCALE, topk_indices=indices)
 
     assert torch.autograd.gradcheck(function, inputs[:3])
 
@@ -75,7 +81,8 @@ def test_gradcheck() -> None:
 def test_attention_is_a_constant() -> None:
     inputs = [x.detach().requires_grad_() for x in _inputs(5, 5)]
     starts, ends = oracles.causal_bounds(5)
-    indexer_kl(*inputs, None, SCALE, starts=starts, ends=ends).sum().backward()
+    lse = _lse(inputs, _bounds_mask(starts, ends, 5))
+    indexer_kl(*inputs, lse, SCALE, starts=starts, ends=ends).sum().backward()
     assert [x.grad is not None for x in inputs] == [True, True, True, False, False]
 
 
@@ -84,9 +91,10 @@ def test_zero_only_where_the_distributions_agree() -> None:
     q, kv = torch.rand(4, 1, 3), torch.rand(4, 3)
     starts, ends = oracles.causal_bounds(4)
     weights = torch.full((4, 1), SCALE)
-    agreeing = indexer_kl(q, kv, weights, q, kv, None, SCALE, starts=starts, ends=ends)
+    lse = _lse([q, kv, weights, q, kv], _bounds_mask(starts, ends, 4))
+    agreeing = indexer_kl(q, kv, weights, q, kv, lse, SCALE, starts=starts, ends=ends)
     assert agreeing.abs().max() < 1e-6
-    differing = indexer_kl(q, kv, 9 * weights, q, kv, None, SCALE, starts=starts, ends=ends)
+    differing = indexer_kl(q, kv, 9 * weights, q, kv, lse, SCALE, starts=starts, ends=ends)
     assert differing[1:].min() > 1e-6
 
 
@@ -108,7 +116,7 @@ def test_bf16_gradients_keep_their_dtypes() -> None:
 @pytest.mark.usefixtures("poisoned_empty", "tiny_chunks")
 def test_chunks_of_one_row() -> None:
     inputs, indices = _inputs(9, 9), oracles.random_selection(9, 9, 4)
-    kl = indexer_kl(*inputs, None, SCALE, topk_indices=indices)
+    kl = indexer_kl(*inputs, _sparse_lse(inputs, indices), SCALE, topk_indices=indices)
     _assert_equal_with_gradients(kl, _oracle(inputs, _selection_mask(indices, 9)), inputs)
 
 
@@ -116,7 +124,7 @@ def test_chunks_of_one_row() -> None:
 def test_no_queries_or_no_keys(t_q: int, t_k: int) -> None:
     inputs = _inputs(t_q, t_k)
     indices = torch.full((t_q, 2), -1, dtype=torch.int32)
-    kl = indexer_kl(*inputs, None, SCALE, topk_indices=indices)
+    kl = indexer_kl(*inputs, torch.zeros(t_q, 2), SCALE, topk_indices=indices)
     assert (kl == 0).all()
     for x, grad in zip(inputs, torch.autograd.grad(kl.sum(), inputs[:3]), strict=False):
         assert torch.equal(grad, torch.zeros_like(x))
@@ -132,7 +140,7 @@ def test_wrong_inputs_raise() -> None:
         {"topk_indices": indices[:2]},
     ):
         with pytest.raises(BackendError, match="exactly one key set"):
-            indexer_kl(*inputs, None, SCALE, **keys)
+            indexer_kl(*inputs, torch.zeros(3, 2), SCALE, **keys)
     inputs[1] = inputs[1][:2]
     with pytest.raises(BackendError, match="do not fit together"):
-        indexer_kl(*inputs, None, SCALE, topk_indices=indices)
+        indexer_kl(*inputs, torch.zeros(3, 2), SCALE, topk_indices=indices)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from glm5.errors import BackendError
 from glm5.ops.indexer.reference import index_scores, index_scores_backward
+from glm5.ops.indexer_kl.inputs import SumOverRanks, check_inputs, check_key_set
 from glm5.ops.key_sets import Chunk, KeyBounds, KeySelection, rows_per_chunk
 from glm5.ops.precision import accumulation_dtype, no_autocast
 from glm5.ops.sparse_mla.chunk import masked_logits, probabilities_
@@ -19,12 +19,13 @@ def indexer_kl(
     index_weights: Tensor,
     q: Tensor,
     kv: Tensor,
-    lse: Tensor | None,
+    lse: Tensor,
     softmax_scale: float,
     *,
     topk_indices: Tensor | None = None,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
+    sum_over_ranks: SumOverRanks | None = None,
 ) -> Tensor:
     """KL(p || softmax(index scores)) of each query row (arXiv 2512.02556, eq. 3 and 4).
 
@@ -32,38 +33,33 @@ def indexer_kl(
     topk_indices (sparse form) or over all keys in [starts, ends) (dense warm-up); give one of them.
     index_q [t_q, h_i, d_i], index_k [t_k, d_i] any float dtype, index_weights [t_q, h_i] fp32,
     q [t_q, h, d_qk], kv [t_k, d_qk] any float dtype, topk_indices [t_q, topk] int32,
-    starts, ends [t_q] int32. lse [t_q, h] fp32 as sparse_mla returns it for the same keys, or None
-    to compute it here. -> kl [t_q] fp32 (fp64 for fp64 index_q). A row without a key gives 0.
+    starts, ends [t_q] int32; lse [t_q, h] fp32 as sparse_mla returns it for the same keys.
+    -> kl [t_q] fp32 (fp64 for fp64 index_q). A row without a key gives 0.
+    Where heads are split over ranks, sum_over_ranks completes the sum over heads; it is called for
+    each chunk, in both passes, and every rank must hold the same index tensors and key set.
     Differentiable in index_q, index_k and index_weights; q, kv and lse are constants.
     Memory is bounded by a chunk; one host sync per forward and per backward.
     Raises BackendError when not exactly one key set is given, or when the shapes do not fit.
     """
-    _check_inputs(index_q, index_k, index_weights, q, kv)
-    _key_set(topk_indices, starts, ends, t_q=len(q))
-    return _IndexerKlFunction.apply(
-        index_q, index_k, index_weights, q, kv, lse, softmax_scale, topk_indices, starts, ends
-    )
+    check_inputs(index_q, index_k, index_weights, q, kv, lse)
+    check_key_set(topk_indices, starts, ends, t_q=len(q))
+    tensors = (index_q, index_k, index_weights, q, kv, lse, topk_indices, starts, ends)
+    return _IndexerKlFunction.apply(softmax_scale, sum_over_ranks, *tensors)
 
 
 class _IndexerKlFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        index_q: Tensor,
-        index_k: Tensor,
-        index_weights: Tensor,
-        q: Tensor,
-        kv: Tensor,
-        lse: Tensor | None,
         softmax_scale: float,
-        *key_tensors: Tensor | None,
+        sum_over_ranks: SumOverRanks | None,
+        *tensors: Tensor | None,
     ) -> Tensor:
-        tensors = (index_q, index_k, index_weights, q, kv, lse, *key_tensors)
         ctx.save_for_backward(*tensors)
-        ctx.softmax_scale = softmax_scale
-        kl = torch.zeros(len(q), dtype=accumulation_dtype(index_q), device=q.device)
-        with no_autocast(q):
-            inputs = _Inputs(tensors, softmax_scale)
+        ctx.softmax_scale, ctx.sum_over_ranks = softmax_scale, sum_over_ranks
+        inputs = _Inputs(tensors, softmax_scale, sum_over_ranks)
+        kl = inputs.kv.new_zeros(len(inputs.q))
+        with no_autocast(kl):
             for chunk in inputs.chunks():
                 target, log_probs, _ = inputs.distributions(chunk)
                 kl[chunk.rows] = (torch.xlogy(target, target) - target * log_probs).sum(-1)
@@ -74,7 +70,7 @@ class _IndexerKlFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         index_q, index_k, index_weights, *_ = ctx.saved_tensors
         with no_autocast(index_q):
-            inputs = _Inputs(ctx.saved_tensors, ctx.softmax_scale)
+            inputs = _Inputs(ctx.saved_tensors, ctx.softmax_scale, ctx.sum_over_ranks)
             grad_q, grad_k, grad_weights = map(
                 torch.zeros_like, (inputs.index_q, inputs.index_k, inputs.index_weights)
             )
@@ -87,20 +83,25 @@ class _IndexerKlFunction(torch.autograd.Function):
                 )
                 grad_k[keys] += grad_k_keys
         grads = grad_q.to(index_q), grad_k.to(index_k), grad_weights.to(index_weights)
-        return *grads, None, None, None, None, None, None, None
+        return None, None, *grads, *[None] * 6
 
 
 class _Inputs:
     """The tensors in the accumulation dtype, and the two distributions of a chunk."""
 
-    def __init__(self, tensors: tuple[Any, ...], softmax_scale: float) -> None:
+    def __init__(
+        self,
+        tensors: tuple[Any, ...],
+        softmax_scale: float,
+        sum_over_ranks: SumOverRanks | None,
+    ) -> None:
         index_q, index_k, index_weights, q, kv, lse, *key_tensors = tensors
         dtype = accumulation_dtype(index_q)
         self.index_q, self.index_k = index_q.to(dtype), index_k.to(dtype)
         self.index_weights = index_weights.to(dtype)
         self.q, self.kv, self.lse = q, kv.to(dtype), lse
-        self.softmax_scale = softmax_scale
-        self.key_set = _key_set(*key_tensors, t_q=len(q))
+        self.softmax_scale, self.sum_over_ranks = softmax_scale, sum_over_ranks
+        self.key_set = _key_set(*key_tensors)
 
     def chunks(self) -> list[Chunk]:
         """Chunks whose logits, mask and index scores stay within the budget."""
@@ -126,43 +127,17 @@ class _Inputs:
         rows, keys = chunk
         q_rows = self.q[rows].to(self.kv.dtype) * self.softmax_scale
         logits = masked_logits(q_rows, self.kv[keys], mask)
-        lse = torch.logsumexp(logits, dim=-1) if self.lse is None else self.lse[rows]
-        summed = probabilities_(logits, lse.to(logits.dtype)).sum(1)
+        summed = probabilities_(logits, self.lse[rows].to(logits.dtype)).sum(1)
+        if self.sum_over_ranks is not None:
+            self.sum_over_ranks(summed)
         # A row without a key sums to 0 and stays 0.
         return summed / summed.sum(-1, keepdim=True).clamp_min(torch.finfo(summed.dtype).tiny)
 
 
 def _key_set(
-    topk_indices: Tensor | None, starts: Tensor | None, ends: Tensor | None, *, t_q: int
+    topk_indices: Tensor | None, starts: Tensor | None, ends: Tensor | None
 ) -> KeyBounds | KeySelection:
-    if topk_indices is not None and starts is None and ends is None and len(topk_indices) == t_q:
+    if topk_indices is not None:
         return KeySelection(topk_indices)
-    if topk_indices is None and starts is not None and ends is not None and len(starts) == t_q:
-        return KeyBounds(starts, ends)
-    given = {"topk_indices": topk_indices, "starts": starts, "ends": ends}
-    shapes = {name: tuple(x.shape) for name, x in given.items() if x is not None}
-    raise BackendError(
-        "indexer_kl needs exactly one key set, with one row for each query",
-        got=f"{shapes} for {t_q} queries",
-        expected="topk_indices [t_q, topk], or both starts and ends [t_q]",
-    )
-
-
-def _check_inputs(
-    index_q: Tensor, index_k: Tensor, index_weights: Tensor, q: Tensor, kv: Tensor
-) -> None:
-    t_q, t_k = len(q), len(kv)
-    fits = (
-        index_q.ndim == q.ndim == 3
-        and len(index_q) == t_q
-        and index_weights.shape == index_q.shape[:2]
-        and index_k.shape == (t_k, index_q.shape[2])
-        and kv.shape == (t_k, q.shape[2])
-    )
-    if not fits:
-        tensors = (index_q, index_k, index_weights, q, kv)
-        raise BackendError(
-            "the inputs of indexer_kl do not fit together",
-            got=f"index_q, index_k, index_weights, q, kv {[tuple(x.shape) for x in tensors]}",
-            expected="[t_q, h_i, d_i], [t_k, d_i], [t_q, h_i], [t_q, h, d_qk], [t_k, d_qk]",
-        )
+    assert starts is not None and ends is not None, "check_key_set saw neither key set"
+    return KeyBounds(starts, ends)

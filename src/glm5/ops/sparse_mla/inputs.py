@@ -27,3 +27,9 @@ def check_inputs(q: Tensor, kv: Tensor, topk_indices: Tensor, d_v: int) -> None:
             expected="q [t_q, h, d_qk] and kv [t_k, d_qk] of one dtype, "
             "topk_indices [t_q, topk] int32, 0 < d_v <= d_qk",
         )
+
+
+def attend_to_nothing(q: Tensor, kv: Tensor, d_v: int) -> tuple[Tensor, Tensor]:
+    """out = 0 and lse = -inf of queries without any key, with zero gradients in q and kv."""
+    zero = q[..., :0].sum() + kv[..., :0].sum()
+    return zero.expand(*q.shape[:2], d_v), torch.full(q.shape[:2], -torch.inf, device=q.device)

@@ -1,0 +1,158 @@
+"""The measured cases: sizes of GLM-5 in bf16, random inputs, and what each has to do."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from glm5.bench import plain
+from glm5.bench.ceilings import Work
+from glm5.bench.peers import Peers
+from glm5.bench.problems import (
+    OURS,
+    PLAIN,
+    Function,
+    GradientProblem,
+    Problem,
+    SelectionProblem,
+)
+from glm5.bench.selections import drifting, random_causal
+from glm5.ops import torch_backend
+from glm5.ops.backends import get_backend
+
+D_QK, D_V, TOPK, SCALE = 576, 512, 2048, 1 / 16
+INDEX_HEADS, INDEX_DIM = 32, 128
+
+
+class _Attention(NamedTuple):
+    case: str
+    num_heads: int
+    t_q: int
+    t_k: int
+    select: Callable[[int, int, int], Tensor] = random_causal
+
+
+_ATTENTIONS = (
+    _Attention("8K, 64 heads", 64, 8192, 8192),
+    _Attention("8K, 8 heads", 8, 8192, 8192),
+    _Attention("1K of 8K, 64 heads", 64, 1024, 8192),
+    _Attention("4K of 32K, drifting", 64, 4096, 32768, drifting),
+    _Attention("document of 2K, 64 heads", 64, 2048, 2048),
+)
+_INDEXER_LENGTHS = (8192, 32768)
+
+
+def all_problems(peers: Peers) -> Iterator[Problem]:
+    """Every case, made when it is asked for, so that one at a time is in memory."""
+    for attention in _ATTENTIONS:
+        yield attention_problem(attention, peers)
+    for num_tokens in _INDEXER_LENGTHS:
+        yield indexer_problem(num_tokens, peers)
+    yield loss_problem(8192, peers)
+
+
+def attention_problem(case: _Attention, peers: Peers) -> GradientProblem:
+    """sparse_mla on random queries and latent keys."""
+    name, num_heads, t_q, t_k, select = case
+    draw = _draw(name)
+    q, kv, grad = draw(t_q, num_heads, D_QK), draw(t_k, D_QK), draw(t_q, num_heads, D_V)
+    indices = select(t_q, t_k, TOPK)
+    functions = {OURS: get_backend(OURS).sparse_mla, PLAIN: plain.sparse_mla} | peers.sparse_mla
+    pairs = int((indices >= 0).sum())
+    products, row = pairs * num_heads, 2 * D_QK
+    moved = q.nbytes + grad.nbytes + kv.nbytes + indices.nbytes
+
+    def bound(function: Function) -> Function:
+        return lambda q, kv: function(q, kv, indices, SCALE, D_V)
+
+    return GradientProblem(
+        case=f"attention {name}",
+        works={
+            "forward": Work(2 * (D_QK + D_V) * products, moved, row * pairs),
+            "backward": Work(
+                2 * (3 * D_QK + 2 * D_V) * products, 2 * moved, row * pairs, 2 * row * pairs
+            ),
+        },
+        inputs=(q, kv),
+        grad=grad,
+        functions={who: bound(function) for who, function in functions.items()},
+        exact=bound(torch_backend.sparse_mla),
+    )
+
+
+def indexer_problem(num_tokens: int, peers: Peers) -> SelectionProblem:
+    """select_topk of one causal document."""
+    draw = _draw(num_tokens)
+    q, k = draw(num_tokens, INDEX_HEADS, INDEX_DIM), draw(num_tokens, INDEX_DIM)
+    weights = draw(num_tokens, INDEX_HEADS).float()
+    ends = torch.arange(1, num_tokens + 1, dtype=torch.int32, device="cuda")
+    starts = torch.zeros_like(ends)
+    functions = {OURS: get_backend(OURS).select_topk, PLAIN: plain.select_topk} | peers.select_topk
+    pairs = num_tokens * (num_tokens + 1) // 2
+
+    def exact_scores(row: int) -> Tensor:
+        similarity = torch.relu(q[row].double() @ k[: row + 1].double().t())
+        return weights[row].double() @ similarity
+
+    return SelectionProblem(
+        case=f"indexer {num_tokens // 1024}K",
+        works={"select": Work(2 * INDEX_HEADS * INDEX_DIM * pairs, q.nbytes + 4 * len(q) * TOPK)},
+        functions={
+            who: partial(function, q, k, weights, starts, ends, TOPK)
+            for who, function in functions.items()
+        },
+        exact_scores=exact_scores,
+        plain_scores=lambda row: plain.index_scores(
+            q[row : row + 1], k[: row + 1], weights[row : row + 1]
+        )[0],
+        rows=[0, TOPK - 1, TOPK, TOPK + 1, num_tokens // 2 + 1, num_tokens - 1],
+        topk=TOPK,
+    )
+
+
+def loss_problem(num_tokens: int, peers: Peers) -> GradientProblem:
+    """indexer_kl in its sparse form, 64 heads, one causal document."""
+    draw, num_heads = _draw("loss"), 64
+    index = draw(num_tokens, INDEX_HEADS, INDEX_DIM), draw(num_tokens, INDEX_DIM)
+    # The scale of the model's own index weights keeps the softmax from saturating.
+    weights = draw(num_tokens, INDEX_HEADS).float() * (INDEX_HEADS * INDEX_DIM) ** -0.5
+    q, kv = draw(num_tokens, num_heads, D_QK), draw(num_tokens, D_QK)
+    indices = random_causal(num_tokens, num_tokens, TOPK)
+    _, lse = get_backend(OURS).sparse_mla(q, kv, indices, SCALE, D_V)
+    pairs = int((indices >= 0).sum())
+
+    def bound(function: Function, q: Tensor = q, kv: Tensor = kv) -> Function:
+        return lambda *x: (function(*x, q, kv, lse, SCALE, topk_indices=indices),)
+
+    functions: dict[str, Function] = {OURS: get_backend(OURS).indexer_kl} | peers.indexer_kl
+    implementations = {who: bound(function) for who, function in functions.items()}
+    implementations[PLAIN] = lambda iq, ik, w: (plain.indexer_kl(iq, ik, w, q, kv, indices, SCALE),)
+    row = 2 * INDEX_DIM
+    return GradientProblem(
+        case=f"indexer loss {num_tokens // 1024}K",
+        works={
+            "forward": Work(
+                2 * pairs * (num_heads * D_QK + INDEX_HEADS * INDEX_DIM),
+                q.nbytes + index[0].nbytes + 3 * indices.nbytes,
+                pairs * (2 * D_QK + row),
+            ),
+            "backward": Work(
+                6 * pairs * INDEX_HEADS * INDEX_DIM,
+                2 * (index[0].nbytes + indices.nbytes),
+                pairs * row,
+                2 * pairs * row,
+            ),
+        },
+        inputs=(*index, weights),
+        grad=torch.ones(num_tokens, device="cuda"),
+        functions=implementations,
+        exact=bound(torch_backend.indexer_kl, q.float(), kv.float()),
+    )
+
+
+def _draw(seed: object) -> Callable[..., Tensor]:
+    """Normal bf16 tensors on the GPU; their values follow from the seed and the order of calls."""
+    generator = torch.Generator("cuda").manual_seed(sum(str(seed).encode()))
+    return lambda *shape: torch.randn(shape, device="cuda", generator=generator).bfloat16()

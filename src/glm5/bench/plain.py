@@ -1,0 +1,102 @@
+"""The operations in plain PyTorch, in the dtype of their inputs, with autograd: the peer that
+everyone has."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Query rows of one block: its logits are made again in the backward pass, so memory is bounded.
+_BLOCK_ROWS = 256
+
+
+def sparse_mla(
+    q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+) -> tuple[Tensor, Tensor]:
+    """As the backends' sparse_mla: masked logits against all keys."""
+
+    def block(q: Tensor, kv: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        logits = _masked_logits(q, kv, _mask(indices, len(kv)), softmax_scale)
+        return torch.softmax(logits, -1) @ kv[:, :d_v], torch.logsumexp(logits.float(), -1)
+
+    out, lse = _by_blocks(block, (q,), (kv,), (topk_indices,))
+    return out, lse
+
+
+def indexer_kl(
+    index_q: Tensor,
+    index_k: Tensor,
+    weights: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+) -> Tensor:
+    """As the backends' indexer_kl in its sparse form, with plain softmaxes."""
+
+    def block(
+        index_q: Tensor, weights: Tensor, q: Tensor, index_k: Tensor, kv: Tensor, indices: Tensor
+    ) -> tuple[Tensor]:
+        mask = _mask(indices, len(kv))
+        logits = _masked_logits(q, kv, mask, softmax_scale)
+        target = torch.softmax(logits, -1).mean(1).float()
+        similarity = torch.relu(torch.einsum("thd,sd->ths", index_q, index_k))
+        scores = torch.einsum("ths,th->ts", similarity, weights.to(similarity.dtype)).float()
+        log_probs = torch.log_softmax(scores.masked_fill(~mask, -torch.inf), -1)
+        terms = torch.xlogy(target, target) - target * log_probs.masked_fill(~mask, 0)
+        return (terms.sum(-1),)
+
+    rows = (index_q, weights, q)
+    return _by_blocks(block, rows, (index_k, kv), (topk_indices,))[0]
+
+
+def select_topk(
+    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor, topk: int
+) -> Tensor:
+    """The selection of one causal document: a matmul over each block's prefix, and torch.topk."""
+    del starts
+    num_tokens, num_heads = q.shape[:2]
+    num_rows = max(1, 2**29 // (num_heads * len(k) * 2))
+    topk_indices = torch.full((num_tokens, topk), -1, dtype=torch.int32, device=q.device)
+    positions = torch.arange(len(k), dtype=torch.int32, device=q.device)
+    for first in range(0, num_tokens, num_rows):
+        rows = slice(first, min(first + num_rows, num_tokens))
+        scores = index_scores(q[rows], k[: rows.stop], weights[rows])
+        scores.masked_fill_(positions[: rows.stop] >= ends[rows, None], -torch.inf)
+        best = scores.topk(min(topk, rows.stop), dim=-1, sorted=False)
+        topk_indices[rows, : best.indices.shape[1]] = best.indices.int().masked_fill_(
+            best.values == -torch.inf, -1
+        )
+    return topk_indices
+
+
+def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """[t_q, t_k] fp32 from products rounded to the dtype of q."""
+    similarity = torch.relu_((q.flatten(0, 1) @ k.t()).view(*q.shape[:2], len(k)))
+    return torch.bmm(weights[:, None].to(q.dtype), similarity)[:, 0].float()
+
+
+def _by_blocks(
+    block: Callable[..., tuple[Tensor, ...]],
+    by_row: tuple[Tensor, ...],
+    whole: tuple[Tensor, ...],
+    indices: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    parts = []
+    for first in range(0, len(by_row[0]), _BLOCK_ROWS):
+        rows = slice(first, first + _BLOCK_ROWS)
+        arguments = (*(x[rows] for x in by_row), *whole, *(x[rows] for x in indices))
+        parts.append(checkpoint(block, *arguments, use_reentrant=False))
+    return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True))
+
+
+def _mask(indices: Tensor, num_keys: int) -> Tensor:
+    mask = torch.zeros(len(indices), num_keys + 1, dtype=torch.bool, device=indices.device)
+    mask.scatter_(1, indices.long().where(indices >= 0, num_keys), True)
+    return mask[:, :-1]
+
+
+def _masked_logits(q: Tensor, kv: Tensor, mask: Tensor, softmax_scale: float) -> Tensor:
+    logits = (q.flatten(0, 1) @ kv.t()).view(*q.shape[:2], len(kv)) * softmax_scale
+    return logits.masked_fill(~mask[:, None], float("-inf"))
