@@ -279,6 +279,7 @@ def test_all_missing_fields_are_named_at_once() -> None:
         ({"num_nextn_predict_layers": True}, "num_nextn_predict_layers"),
         ({"latent_norm_eps": 0}, "latent_norm_eps"),
         ({"vocab_size": 1}, "vocab_size"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok"),
     ],
 )
 def test_refused(change: dict[str, Any], named: str) -> None:

@@ -268,6 +268,13 @@ class Glm5Config(BaseModel):
         for name, only in (("n_group", 1), ("topk_group", 1), ("norm_topk_prob", True)):
             value = getattr(self, name)
             _require(value == only, f"unsupported {name}", got=value, expected=only)
+        # Megatron-Core does not normalise the weight of a single expert, transformers does.
+        _require(
+            self.num_experts_per_tok > 1,
+            "unsupported num_experts_per_tok",
+            got=self.num_experts_per_tok,
+            expected="at least 2",
+        )
         _require(
             self.num_experts_per_tok <= self.n_routed_experts,
             "num_experts_per_tok is larger than n_routed_experts",

@@ -25,6 +25,7 @@ from glm5.cli.bench import run_bench_kernels, show
 from glm5.cli.output import Output
 from glm5.errors import BackendError, CheckFailedError
 from glm5.ops import torch_backend
+from glm5.ops.causal_attention import causal_attention
 from tests.ops import oracles
 
 CEILINGS = Ceilings(matmul=1e15, copy=4e12, gather=8e12, reduce=2e12)
@@ -199,3 +200,11 @@ def test_roofline(tmp_path: Path) -> None:
     works = {("attention", name): work for name, work in WORKS.items()}
     plot_roofline(rows, works, CEILINGS, tmp_path / "deep" / "roofline.png")
     assert (tmp_path / "deep" / "roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plain_dense_attention_is_the_measured_one() -> None:
+    lengths = [3, 1, 5]
+    q, k, v = (torch.randn(9, 2, d) for d in (4, 4, 3))
+    torch.testing.assert_close(
+        plain.causal_attention(q, k, v, lengths, 0.5), causal_attention(q, k, v, lengths, 0.5)
+    )

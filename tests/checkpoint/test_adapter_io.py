@@ -259,15 +259,6 @@ def test_peft_order_of_nesting_is_not_that_of_the_targets(
         assert_same(read_peft_adapter(tmp_path / "adapter", config)[0], factors)
 
 
-def test_a_single_expert(tmp_path: Path) -> None:
-    build_hf(tmp_path / "hf", n_routed_experts=1, num_experts_per_tok=1)
-    config = Glm5Config.from_hf(tmp_path / "hf")
-    factors = make_factors(config)
-    write(tmp_path / "adapter", factors, config)
-    verify(tmp_path / "adapter", tmp_path / "hf", factors)
-    assert_same(read_peft_adapter(tmp_path / "adapter", config)[0], factors)
-
-
 # --- folders that PEFT itself wrote ---
 
 PEFT_SETTINGS: dict[str, dict[str, Any]] = {

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from glm5.checkpoint.atomic import check_is_free, new_folder, remove_partials
+from glm5.checkpoint.atomic import check_is_free, new_folder, remove_folder, remove_partials
 from glm5.errors import CheckpointError
 
 
@@ -59,6 +59,17 @@ def test_a_link_is_followed(tmp_path: Path, exists: bool) -> None:
         (staging / "file").touch()
         assert staging.parent == disk
     assert (tmp_path / "link").is_symlink() and (disk / "real" / "file").exists()
+
+
+def test_a_folder_that_goes_has_another_name_while_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "file").touch()
+    seen: list[str] = []
+    monkeypatch.setattr("glm5.checkpoint.atomic.shutil.rmtree", lambda path: seen.append(path.name))
+    remove_folder(tmp_path / "step-1")
+    assert [path.name for path in tmp_path.iterdir()] == seen and seen[0].startswith(".step-1.")
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:

@@ -22,12 +22,16 @@ class HeaderReader:
 
     def __init__(self, tensors: dict[str, HfTensor]) -> None:
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
 
     def names(self) -> list[str]:
         return list(self.shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return getattr(torch, self.dtypes[name])
 
     def file_of(self, name: str) -> Path:
         return Path("model-00001-of-00002.safetensors")
@@ -101,6 +105,9 @@ def test_check_names_missing_extra_and_wrong_shaped_tensors() -> None:
     wrong = tensors | {"model.norm.weight": HfTensor((63,), "float32")}
     with pytest.raises(CheckpointError, match=r"(?s)model\.norm\.weight in model-00001-.*\(63,\)"):
         check_hf_tensors(HeaderReader(wrong), config)
+    integers = tensors | {"model.norm.weight": HfTensor((64,), "int32")}
+    with pytest.raises(CheckpointError, match=r"(?s)model\.norm\.weight in .*torch\.int32"):
+        check_hf_tensors(HeaderReader(integers), config)
 
 
 def test_dtypes_are_torch_dtypes() -> None:

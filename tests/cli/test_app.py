@@ -109,3 +109,24 @@ def test_a_bug_is_not_dressed_up_as_an_error(glm5: Glm5, monkeypatch: pytest.Mon
     monkeypatch.setattr("glm5.cli.doctor.run_doctor", fail)
     with pytest.raises(KeyError, match="bug"):
         glm5("doctor")
+
+
+TERMINATED = """
+import os, signal, sys
+from pathlib import Path
+from glm5.checkpoint.atomic import new_folder
+from glm5.cli import app
+
+def work():
+    with new_folder(Path(sys.argv[1]) / "out"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("still here")
+
+app.app = work
+app.run()
+"""
+
+
+def test_a_terminated_command_removes_what_is_half_written(tmp_path: Path) -> None:
+    assert python("-c", TERMINATED, str(tmp_path)).returncode == 143
+    assert list(tmp_path.iterdir()) == []

@@ -22,6 +22,12 @@ def test_its_own_folder_is_made_anew(tmp_path: Path) -> None:
     (tmp_path / "demo" / ".adapter.partial-1").mkdir()
     _take_folder(tmp_path / "demo")
     assert [path.name for path in (tmp_path / "demo").iterdir()] == [".glm5-demo"]
+    (tmp_path / "demo" / ".env").touch()
+    with pytest.raises(ConfigError, match=r"not a demo(?s:.*)\.env"):
+        _take_folder(tmp_path / "demo")
+    (tmp_path / "demo" / ".env").unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "demo")
+    _take_folder(tmp_path / "link")
     (tmp_path / "demo" / "notes.txt").touch()
     with pytest.raises(ConfigError, match=r"not a demo(?s:.*)notes\.txt"):
         _take_folder(tmp_path / "demo")

@@ -33,3 +33,8 @@ def test_the_share_lost_is_relative_to_the_effect() -> None:
     assert share_lost(torch.full((4,), 1.5), wanted, base) == 0.25
     assert share_lost(base, wanted, base) == 1.0
     assert share_lost(base, base, base) == 0.0
+
+
+def test_what_is_told_is_not_judged() -> None:
+    check = ExportCheck("x", 0.4, None)
+    assert check.ok and check.as_dict()["limit"] is None

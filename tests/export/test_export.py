@@ -100,6 +100,8 @@ def test_the_latent_eps_is_written_and_used(
     run_dir = trained_run("5", {}, model={"latent_norm_eps": EPS}, **sections)
     checks = export(run_dir, tmp_path / "out", form)  # type: ignore[arg-type]
     assert all(check.ok for check in checks)
+    told = checks[1]
+    assert told.limit is None and "by itself" in told.what
     assert config_of(tmp_path / "out")["latent_norm_eps"] == EPS
     expected = trained_logits(run_dir)
     config = Glm5Config.from_hf(tmp_path / "out")
@@ -107,11 +109,13 @@ def test_the_latent_eps_is_written_and_used(
     assert distance(transformers_logits(reference), expected) <= 1e-4
     # transformers by itself uses 1e-6, which is another model
     assert distance(transformers_logits(plain_transformers(tmp_path / "out")), expected) > 1e-3
+    assert told.error > 1e-3
 
 
 def test_the_latent_eps_is_used_for_the_adapter_too(
     trained_run: TrainedRun, tmp_path: Path
 ) -> None:
     run_dir = trained_run("5", {}, model={"latent_norm_eps": EPS})
-    (check,) = export(run_dir, tmp_path / "out", "adapter")
-    assert check.ok
+    check, told = export(run_dir, tmp_path / "out", "adapter")
+    assert check.ok and check.limit is not None
+    assert told.limit is None and told.error > 1e-3

@@ -17,6 +17,7 @@ from glm5.export.export import export
 from glm5.export.factors import adapter_factors
 from glm5.export.merged import merge
 from glm5.export.restore import restore_model
+from glm5.lora.attach import adapter_pairs
 from tests.export.conftest import TrainedRun
 from tests.exported import (
     SMALL_FILES,
@@ -106,6 +107,22 @@ def test_a_merge_that_goes_wrong_publishes_nothing(
     with pytest.raises(CheckFailedError, match="other logits: merged against adapter"):
         export(run_dir, tmp_path / "out", "merged")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_that_never_moved_merges(
+    trained_run: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a first step of a warm-up, whose learning rate is 0."""
+
+    def unmoved(*args: Any, **options: Any) -> Any:
+        model = restore_model(*args, **options)
+        for _, _, pair in adapter_pairs(model):
+            pair.b.data.zero_()
+        return model
+
+    monkeypatch.setattr("glm5.export.export.restore_model", unmoved)
+    run_dir = trained_run("5", {"dtype": "bfloat16"})
+    assert [check.error for check in export(run_dir, tmp_path / "out", "merged")][-1] == 0.0
 
 
 def test_merge_rounds_once_and_only_what_is_adapted() -> None:

@@ -74,7 +74,8 @@ def test_the_rest_of_the_model_does_not_feel_the_coefficient(
     assert of_indexers(without) == {}
     assert len(of_indexers(with_loss)) == 4 * 5
     assert all(gradient.any() for gradient in of_indexers(with_loss).values())
-    assert_all_close(of_indexers(with_loss, inside=False), without, limit=0)
+    # an indexer that learns takes its layer's short documents over the sparse path
+    assert_all_close(of_indexers(with_loss, inside=False), without, limit=1e-5)
 
 
 def test_the_logits_do_not_feel_the_coefficient(tiny_folder: TinyFolder) -> None:
@@ -110,12 +111,12 @@ def _watch(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         )
     sparse_mla = torch_backend.sparse_mla
 
-    def noted(q: Tensor, kv: Tensor, topk_indices: Tensor, *rest: Any) -> Any:
+    def noted(q: Tensor, kv: Tensor, topk_indices: Tensor, *rest: Any, **named: Any) -> Any:
         if (now := inputs.pop("now", None)) is not None:
-            path, module, x, q_latent, row = now
+            path, module, x, q_latent, row, _ = now
             constants = (x[:, 0], q_latent[:, 0], row.positions, q, kv, topk_indices)
             seen.append(Seen(path, module, *(tensor.detach() for tensor in constants)))
-        return sparse_mla(q, kv, topk_indices, *rest)
+        return sparse_mla(q, kv, topk_indices, *rest, **named)
 
     monkeypatch.setattr(torch_backend, "sparse_mla", noted)
     return seen

@@ -14,7 +14,8 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = function(*args, **kwargs)
-            return tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**31))
+            floating = tensor.is_floating_point()
+            return tensor.fill_(torch.nan if floating else torch.iinfo(tensor.dtype).min)
 
         return poisoned
 

@@ -149,6 +149,8 @@ def test_what_megatron_does_not_have_is_refused(backend: Any) -> None:
         backend.sparse_mla(q.float(), kv.float(), indices, SCALE, 8)
     with pytest.raises(BackendError, match="bf16 only"):
         backend.select_topk(q.half(), kv.half(), weights, bound, bound, 1)
+    with pytest.raises(BackendError, match="same bits"):
+        backend.sparse_mla(q, kv, indices, SCALE, 8, deterministic=True)
     for heads, d_qk, d_v in ((129, 8, 8), (2, 600, 513), (2, 100, 8)):
         q, kv = torch.randn(2, heads, d_qk).bfloat16(), torch.randn(3, d_qk).bfloat16()
         with pytest.raises(BackendError, match="these sizes"):

@@ -186,6 +186,7 @@ def one_short_row(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
     loop = start(job, data)
     gradients, selected = record_gradients(loop), []
     layer = loop.state.model.module.decoder.layers[0]
+    layer.self_attention.indexer.observed = True
     layer.self_attention.indexer.register_forward_hook(
         lambda module, args, out: selected.append(out[0].clone())
     )

@@ -46,7 +46,6 @@ def changed(folder: Path, target: Path, **changes: Any) -> tuple[Path, Glm5Confi
     ("changes", "named"),
     [
         ({"indexer_rope_interleave": False}, "indexer_rope_interleave"),
-        ({"n_routed_experts": 1, "num_experts_per_tok": 1}, "one routed expert"),
         ({"use_cache": "yes"}, "transformers refuses this config.json"),
     ],
 )

@@ -21,7 +21,7 @@ from glm5.ops.indexer.selection import select_from_scores
 from glm5.ops.masks import document_bounds
 from glm5.ops.rope import apply_rope, rope_cos_sin
 from glm5.parity.hf_side import load_reference
-from glm5.parity.verify import Report, cases, verify
+from glm5.parity.verify import Report, cases, latent_eps_notes, verify
 from tests.hf_folders import rewrite
 from tests.tiny_models import VARIANTS, TinyFolder, modules_of
 
@@ -64,7 +64,7 @@ def worst(report: Report, case: str, quantity: str) -> str:
 
 def assert_far_below_limit(report: Report) -> None:
     assert failed(report) == set()
-    assert len(report.findings) == 5 * len(cases(8))
+    assert len(report.findings) == 1 + 5 * len(cases(8))
     assert max(f.error for f in report.findings) < 1e-5
 
 
@@ -227,7 +227,7 @@ def indexer_sees_the_raw_latent(model: GPTModel, monkeypatch: pytest.MonkeyPatch
 def _feed_raw_latent(attention: Any) -> None:
     raw: list[Tensor] = []
     attention.q_layernorm.register_forward_pre_hook(lambda _, args: raw.append(args[0]))
-    attention.indexer.register_forward_pre_hook(lambda _, args: (args[0], raw.pop(), args[2]))
+    attention.indexer.register_forward_pre_hook(lambda _, args: (args[0], raw.pop(), *args[2:]))
 
 
 def no_relu(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
@@ -348,6 +348,23 @@ def test_documents_that_see_each_other_fail_where_there_are_two(
     monkeypatch.setattr("glm5.model.attention.token_row", one_document)
     wrong = failed(verify(model, reference("5")))
     assert {case for case, _ in wrong} == {"packed", "batched"}
+
+
+def test_a_nan_that_changes_no_logit_fails(
+    model: GPTModel, reference: Callable[[str], nn.Module]
+) -> None:
+    (name, bias), *_ = [x for x in model.named_buffers() if x[0].endswith("expert_bias")]
+    bias[0] = torch.nan
+    report = verify(model, reference("5"))
+    assert ("-", "weights that are not finite") in failed(report)
+    assert worst(report, "-", "weights that are not finite") == name
+
+
+def test_another_latent_eps_is_noted(tiny_folder: TinyFolder) -> None:
+    glm5 = Glm5Config.from_hf(tiny_folder("5"))
+    assert latent_eps_notes(glm5) == ()
+    (note,) = latent_eps_notes(glm5.model_copy(update={"latent_norm_eps": 1e-5}))
+    assert "1e-05" in note and "1e-06" in note
 
 
 def test_a_nan_fails(model: GPTModel, reference: Callable[[str], nn.Module]) -> None:

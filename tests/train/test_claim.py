@@ -21,6 +21,14 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
         pass
 
 
+def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", Path("/")):
+        with pytest.raises(ConfigError, match="output folder is none"), claimed(place):
+            pytest.fail("claimed")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_nothing_stays_beside_the_folder(tmp_path: Path) -> None:
     with claimed(tmp_path / "run"):
         pass

@@ -229,7 +229,12 @@ def test_evaluation_is_the_mean_over_all_rows_and_leaves_no_trace(
         expected = float(plain_loss(model, rows))
     assert runs["with"][-1]["eval_loss"] == pytest.approx(expected, rel=1e-6)
     assert runs["with"][0]["eval_loss"] != runs["with"][1]["eval_loss"]
-    total = loop.evaluate(loop.eval_data)
+
+    def keeps_a_graph(tensor: Tensor) -> Tensor:
+        pytest.fail("evaluation keeps tensors for a backward pass")
+
+    with torch.autograd.graph.saved_tensors_hooks(keeps_a_graph, lambda tensor: tensor):
+        total = loop.evaluate(loop.eval_data)
     assert total.mean == pytest.approx(expected, rel=1e-6)
     assert loop.state.model.training
 
@@ -264,6 +269,25 @@ def test_what_is_due_when(
     assert [line["step"] for line in lines] == logged
     assert [line["step"] for line in lines if line.get("eval_loss") == 3.0] == evaluated
     assert {line["tokens_per_second"] for line in lines} == {4.0}
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_an_evaluation_that_is_no_number_saves_nothing(
+    tiny_folder: TinyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, poison: float
+) -> None:
+    folder = tiny_folder("5")
+    data = {"eval": str(folder / "data/eval.jsonl")}
+    loop = start(run_config(folder, tmp_path, data=data, train={"steps": 1}))
+    values = {"loss": 1.0, "grad_norm": 1.0, "tokens": 8, "step_seconds": 2.0}
+    monkeypatch.setattr(loop, "_step", lambda step: dict(values))
+    monkeypatch.setattr(loop, "evaluate", lambda data: LossSum(poison, 2))
+    saves = Saves()
+    with (
+        MetricsLog(tmp_path, total_steps=1, quiet=True) as log,
+        pytest.raises(DivergedError, match="eval_loss"),
+    ):
+        loop.run(1, log, saves, StopRequest())
+    assert saves == [] and len(read_metrics(tmp_path)) == 1
 
 
 def test_a_stop_saves_at_once_and_adds_no_line(

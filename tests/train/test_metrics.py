@@ -79,6 +79,9 @@ def test_damage_in_the_middle_is_named_and_nothing_is_lost(tmp_path: Path, bad: 
     with pytest.raises(DataError, match=f"{METRICS_FILE}:2"):
         quiet_log(tmp_path, first_step=4)
     assert path.read_text(encoding="utf-8") == text
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "x": "\xff"}\n{"step": 3}x\n')
+    with pytest.raises(DataError, match=f"{METRICS_FILE}:3"):
+        read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize("step", [1, 2])

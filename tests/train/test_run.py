@@ -10,10 +10,10 @@ from torch import Tensor
 from glm5.checkpoint.ckpt_dir import HF_FOLDER, read_record, saved_steps, step_folder
 from glm5.config import Glm5Config
 from glm5.errors import AdapterError, CheckpointError, ConfigError, DataError
-from glm5.train.chat import check_vocabulary
+from glm5.train.chat import check_fits_model
 from glm5.train.metrics import read_metrics
 from glm5.train.packing import PackedDataset
-from glm5.train.run import describe_data, describe_model, find_resume_step, train
+from glm5.train.run import build_trainable, describe_data, describe_model, find_resume_step, train
 from tests.hf_folders import rewrite
 from tests.tiny_models import TinyFolder
 from tests.training import all_finite, run_config, write_few_chats
@@ -27,6 +27,13 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("the model was built")
 
     monkeypatch.setattr("glm5.train.run.build_trainable", built)
+
+
+def test_what_the_run_says_of_the_model_reaches_it(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    folder = tiny_folder("5")
+    for wanted in (False, True):
+        run = run_config(folder, tmp_path, model={"deterministic_attention": wanted})
+        assert build_trainable(run, folder).config.deterministic_attention is wanted
 
 
 @pytest.mark.parametrize("lora", [True, False])
@@ -139,9 +146,24 @@ def test_what_is_said_of_the_model_counts_what_trains(tiny_folder: TinyFolder) -
 def test_a_tokenizer_with_more_ids_than_the_model(
     tiny_folder: TinyFolder, tmp_path: Path, no_model: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("glm5.train.run.check_vocabulary", lambda c, v: check_vocabulary(c, 100))
+    def smaller(chats: Any, **limits: int) -> None:
+        check_fits_model(chats, **limits | {"vocab_size": 100})
+
+    monkeypatch.setattr("glm5.train.run.check_fits_model", smaller)
     with pytest.raises(DataError, match=r"(?s)train\.jsonl:1.*ids below vocab_size = 100"):
         train(run_config(tiny_folder("5"), tmp_path / "run"), quiet=True)
+
+
+def test_a_chat_beyond_the_models_positions(
+    tiny_folder: TinyFolder, tmp_path: Path, no_model: None
+) -> None:
+    folder = rewrite(tiny_folder("5"), tmp_path / "hf", lambda t: None, max_position_embeddings=20)
+    with pytest.raises(DataError, match=r"(?s)longer than.*max_position_embeddings = 20"):
+        train(run_config(folder, tmp_path / "run"), quiet=True)
+    cut = {"seq_length": 20, "too_long": "truncate"}
+    # past the check of the data, where this test has no model
+    with pytest.raises(pytest.fail.Exception):
+        train(run_config(folder, tmp_path / "run", data=cut), quiet=True)
 
 
 def test_a_router_that_bf16_cannot_hold_is_not_rounded(

@@ -21,8 +21,11 @@ from glm5.bench.problems import (
 from glm5.bench.selections import drifting, random_causal
 from glm5.ops import torch_backend
 from glm5.ops.backends import get_backend
+from glm5.ops.causal_attention import causal_attention
+from glm5.ops.sparse_mla.selection import unions
 
 D_QK, D_V, TOPK, SCALE = 576, 512, 2048, 1 / 16
+D_DENSE = 256
 INDEX_HEADS, INDEX_DIM = 32, 128
 
 
@@ -37,10 +40,12 @@ class _Attention(NamedTuple):
 _ATTENTIONS = (
     _Attention("8K, 64 heads", 64, 8192, 8192),
     _Attention("8K, 8 heads", 8, 8192, 8192),
+    _Attention("8K, 8 heads, drifting", 8, 8192, 8192, drifting),
     _Attention("1K of 8K, 64 heads", 64, 1024, 8192),
     _Attention("4K of 32K, drifting", 64, 4096, 32768, drifting),
     _Attention("document of 2K, 64 heads", 64, 2048, 2048),
 )
+_SHORT_DOCUMENTS = ([2048], [2048] * 4, [1999], [33, 100, 700, 1024, 1500, 2048], [97] * 40)
 _INDEXER_LENGTHS = (8192, 32768)
 
 
@@ -48,6 +53,8 @@ def all_problems(peers: Peers) -> Iterator[Problem]:
     """Every case, made when it is asked for, so that one at a time is in memory."""
     for attention in _ATTENTIONS:
         yield attention_problem(attention, peers)
+    for lengths in _SHORT_DOCUMENTS:
+        yield dense_problem(lengths)
     for num_tokens in _INDEXER_LENGTHS:
         yield indexer_problem(num_tokens, peers)
     yield loss_problem(8192, peers)
@@ -59,9 +66,18 @@ def attention_problem(case: _Attention, peers: Peers) -> GradientProblem:
     draw = _draw(name)
     q, kv, grad = draw(t_q, num_heads, D_QK), draw(t_k, D_QK), draw(t_q, num_heads, D_V)
     indices = select(t_q, t_k, TOPK)
-    functions = {OURS: get_backend(OURS).sparse_mla, PLAIN: plain.sparse_mla} | peers.sparse_mla
+    ours = get_backend(OURS).sparse_mla
+    functions: dict[str, Function] = {
+        OURS: partial(ours, deterministic=False),
+        f"{OURS} deterministic": partial(ours, deterministic=True),
+        PLAIN: plain.sparse_mla,
+    }
+    functions |= peers.sparse_mla
     pairs = int((indices >= 0).sum())
     products, row = pairs * num_heads, 2 * D_QK
+    # Queries whose heads fit into one tile of 64 rows together need a key that they share once.
+    sharing = min(16, max(1, 64 // num_heads))
+    rows = int(unions(indices, t_k, sharing).lengths.sum())
     moved = q.nbytes + grad.nbytes + kv.nbytes + indices.nbytes
 
     def bound(function: Function) -> Function:
@@ -70,15 +86,38 @@ def attention_problem(case: _Attention, peers: Peers) -> GradientProblem:
     return GradientProblem(
         case=f"attention {name}",
         works={
-            "forward": Work(2 * (D_QK + D_V) * products, moved, row * pairs),
+            "forward": Work(2 * (D_QK + D_V) * products, moved, row * rows),
             "backward": Work(
-                2 * (3 * D_QK + 2 * D_V) * products, 2 * moved, row * pairs, 2 * row * pairs
+                2 * (3 * D_QK + 2 * D_V) * products, 2 * moved, row * rows, 2 * row * rows
             ),
         },
         inputs=(q, kv),
         grad=grad,
         functions={who: bound(function) for who, function in functions.items()},
         exact=bound(torch_backend.sparse_mla),
+    )
+
+
+def dense_problem(lengths: list[int]) -> GradientProblem:
+    """causal_attention of documents that select all their keys: 64 heads, unabsorbed."""
+    num_heads, d = 64, D_DENSE
+    draw = _draw(lengths)
+    q, k, v, grad = (draw(sum(lengths), num_heads, d) for _ in range(4))
+    products = num_heads * sum(length * (length + 1) // 2 for length in lengths)
+
+    def bound(function: Function) -> Function:
+        return lambda *x: (function(*x, lengths, SCALE),)
+
+    return GradientProblem(
+        case=f"{len(lengths)} x {min(lengths)} to {max(lengths)}, dense",
+        works={
+            "forward": Work(4 * d * products, 4 * q.nbytes),
+            "backward": Work(10 * d * products, 8 * q.nbytes),
+        },
+        inputs=(q, k, v),
+        grad=grad,
+        functions={OURS: bound(causal_attention), PLAIN: bound(plain.causal_attention)},
+        exact=bound(plain.causal_attention),
     )
 
 
@@ -120,7 +159,7 @@ def loss_problem(num_tokens: int, peers: Peers) -> GradientProblem:
     weights = draw(num_tokens, INDEX_HEADS).float() * (INDEX_HEADS * INDEX_DIM) ** -0.5
     q, kv = draw(num_tokens, num_heads, D_QK), draw(num_tokens, D_QK)
     indices = random_causal(num_tokens, num_tokens, TOPK)
-    _, lse = get_backend(OURS).sparse_mla(q, kv, indices, SCALE, D_V)
+    _, lse = get_backend(OURS).sparse_mla(q, kv, indices, SCALE, D_V, deterministic=False)
     pairs = int((indices >= 0).sum())
 
     def bound(function: Function, q: Tensor = q, kv: Tensor = kv) -> Function:

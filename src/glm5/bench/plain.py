@@ -1,7 +1,7 @@
 """The operations in plain PyTorch, in the dtype of their inputs, with autograd: the peer that
 everyone has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,21 @@ def sparse_mla(
 
     out, lse = _by_blocks(block, (q,), (kv,), (topk_indices,))
     return out, lse
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], softmax_scale: float
+) -> Tensor:
+    """As glm5.ops.causal_attention: all logits of one document at a time, under a mask."""
+
+    def document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = torch.einsum("thd,shd->hts", q, k) * softmax_scale
+        future = torch.ones(logits.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+        probs = torch.softmax(logits.masked_fill(future, -torch.inf), -1)
+        return torch.einsum("hts,shd->thd", probs, v)
+
+    parts = (x.split(list(lengths)) for x in (q, k, v))
+    return torch.cat([document(*part) for part in zip(*parts, strict=True)])
 
 
 def indexer_kl(

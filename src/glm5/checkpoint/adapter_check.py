@@ -165,8 +165,7 @@ def _linear_deltas(weight: str, delta: Tensor) -> Iterator[tuple[str, Tensor]]:
     if fused is None:
         yield weight.removesuffix(".weight"), delta
         return
-    # PEFT drops the expert dimension of a single expert; this puts it back.
-    for expert, rows in enumerate(delta.reshape(-1, *delta.shape[-2:])):
+    for expert, rows in enumerate(delta):
         parts = rows.chunk(len(fused.projections))
         for projection, part in zip(fused.projections, parts, strict=True):
             yield fused.path(expert, projection), part

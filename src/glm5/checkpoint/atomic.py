@@ -27,7 +27,7 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     check_is_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # a sibling, so that the final rename stays within one file system
-    staging = folder.with_name(f".{folder.name}{_PARTIAL}{secrets.token_hex(4)}")
+    staging = _hidden_sibling(folder)
     staging.mkdir()
     try:
         yield staging
@@ -36,10 +36,21 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def remove_folder(folder: Path) -> None:
+    """Removes it so that a kill in between leaves no half of it under its name."""
+    going = _hidden_sibling(folder)
+    folder.rename(going)
+    shutil.rmtree(going)
+
+
 def remove_partials(parent: Path) -> None:
     """Removes what killed processes left of their `new_folder`s; nobody may be writing there."""
     for path in parent.glob(f".*{_PARTIAL}*"):
         shutil.rmtree(path)
+
+
+def _hidden_sibling(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}{_PARTIAL}{secrets.token_hex(4)}")
 
 
 def _put_in_place(staging: Path, folder: Path) -> None:

@@ -41,10 +41,10 @@ def hf_tensors(config: Glm5Config) -> dict[str, HfTensor]:
 
 
 def check_hf_tensors(reader: TensorReader, config: Glm5Config) -> bool:
-    """Check names and shapes of a checkpoint against its config; True where MTP is shipped.
+    """Check names, shapes and kinds of dtype of a checkpoint; True where MTP is shipped.
 
     MTP layers may be absent as a whole (transformers drops them on saving), never in part.
-    Raises CheckpointError with the first missing, unexpected or wrong-shaped tensors.
+    Raises CheckpointError with the first missing, unexpected, wrong-shaped or integer tensors.
     """
     expected = hf_tensors(config)
     found = set(reader.names())
@@ -74,6 +74,13 @@ def _check_shapes(reader: TensorReader, expected: Mapping[str, HfTensor]) -> Non
                 got=reader.shape(name),
                 expected=tensor.shape,
                 remedy="use the config.json that belongs to these files",
+            )
+        if not reader.dtype(name).is_floating_point:
+            raise CheckpointError(
+                f"{name} in {reader.file_of(name)} holds no weights",
+                got=reader.dtype(name),
+                expected="a floating-point dtype",
+                remedy="use a BF16, FP32 or block-scaled FP8 release",
             )
 
 

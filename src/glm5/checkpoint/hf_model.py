@@ -51,8 +51,15 @@ def load_hf_model(folder: str | Path, glm5: Glm5Config) -> Any:
             expected="a folder that AutoModelForCausalLM loads",
             remedy="look at what transformers says; glm5 itself has not been judged",
         ) from error
-    _set_latent_eps(model, glm5)
+    set_latent_eps(model, glm5.latent_norm_eps)
     return model.eval()
+
+
+def set_latent_eps(model: Any, eps: float) -> None:
+    """Of the q and kv latent norms of a `transformers` causal model, which hard-wires 1e-6."""
+    for layer in model.model.layers:
+        layer.self_attn.q_a_layernorm.variance_epsilon = eps
+        layer.self_attn.kv_a_layernorm.variance_epsilon = eps
 
 
 def _check_oracle(glm5: Glm5Config) -> None:
@@ -66,18 +73,12 @@ def _check_oracle(glm5: Glm5Config) -> None:
             remedy="upgrade transformers",
         )
     if not glm5.indexer_rope_interleave:
-        raise _inexpressible("indexer_rope_interleave = false", "true, which it hard-wires")
-    if glm5.n_routed_experts < 2:
-        raise _inexpressible("one routed expert", "two or more, which its router takes")
-
-
-def _inexpressible(got: str, expected: str) -> ConfigError:
-    return ConfigError(
-        "transformers cannot express this model",
-        got=got,
-        expected=expected,
-        remedy="a comparison with transformers is not possible for this checkpoint",
-    )
+        raise ConfigError(
+            "transformers cannot express this model",
+            got="indexer_rope_interleave = false",
+            expected="true, which it hard-wires",
+            remedy="a comparison with transformers is not possible for this checkpoint",
+        )
 
 
 def _hf_config(glm5: Glm5Config) -> Any:
@@ -98,12 +99,6 @@ def _hf_config(glm5: Glm5Config) -> Any:
 def _first_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
-
-
-def _set_latent_eps(model: Any, glm5: Glm5Config) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.q_a_layernorm.variance_epsilon = glm5.latent_norm_eps
-        layer.self_attn.kv_a_layernorm.variance_epsilon = glm5.latent_norm_eps
 
 
 @contextmanager

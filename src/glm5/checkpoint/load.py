@@ -37,6 +37,7 @@ def load_model(
     recompute: Recompute = "none",
     include_mtp: bool = False,
     indexer_loss_coeff: float = 0.0,
+    deterministic_attention: bool = False,
     latent_norm_eps: float | None = None,
     layers_per_stage: Sequence[int] | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
@@ -74,6 +75,7 @@ def load_model(
             backend=backend,
             recompute=recompute,
             indexer_loss_coeff=indexer_loss_coeff,
+            deterministic_attention=deterministic_attention,
             include_mtp=include_mtp,
             layers_per_stage=layers_per_stage,
         )

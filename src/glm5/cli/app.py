@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -220,6 +222,8 @@ def run() -> None:
     from glm5.cli.quiet import quiet_libraries
 
     quiet_libraries()
+    # as Ctrl-C does, so that whatever is half written is removed on the way out
+    signal.signal(signal.SIGTERM, _end)
     try:
         app()
     except Glm5Error as error:
@@ -231,6 +235,10 @@ def run() -> None:
         sys.exit(Glm5Error.exit_code)
     finally:
         _shut_down()
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _shut_down() -> None:

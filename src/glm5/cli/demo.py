@@ -63,28 +63,29 @@ def run_demo(folder: Path, *, json: bool) -> int:
 
 def _take_folder(folder: Path) -> None:
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        _check_is_a_demo(folder)
-        shutil.rmtree(folder)
+        _remove_demo(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _MARKER).touch()
 
 
-def _check_is_a_demo(folder: Path) -> None:
-    """Nothing is removed but what a demo makes."""
-    is_demo = (folder / _MARKER).is_file()
-    # what is hidden belongs to an interrupted demo
-    foreign = [
-        path.name
-        for path in (folder.iterdir() if is_demo else ())
-        if path.name not in _MADE and not path.name.startswith(".")
-    ]
-    if not is_demo or foreign:
+def _remove_demo(folder: Path) -> None:
+    """Removes what an earlier demo made, its folders with all that is in them, and nothing else."""
+    held = list(folder.iterdir()) if (folder / _MARKER).is_file() else []
+    foreign = sorted(path.name for path in held if not _is_made(path.name))
+    if not held or foreign:
         raise ConfigError(
             f"{folder} holds something that is not a demo",
-            got=", ".join(sorted(foreign)) or None,
+            got=", ".join(foreign) or None,
             expected="a new or empty folder, or one that an earlier demo made",
             remedy="name another folder: glm5 demo DIR",
         )
+    for path in held:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _is_made(name: str) -> bool:
+    interrupted = any(name.startswith(f".{made}.") for made in _MADE)
+    return name in (*_MADE, _MARKER) or interrupted
 
 
 def _verify(output: Output, hf_dir: Path) -> Check:

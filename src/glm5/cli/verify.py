@@ -36,5 +36,7 @@ def show_report(output: Output, report: Report) -> None:
         ("case", "quantity", "worst", "error", "limit", ""),
         rows,
     )
+    for note in report.notes:
+        output.say(f"note: {note}")
     ties = f" ({report.tied_rows} rows with tied scores)" if report.tied_rows else ""
     output.say(f"verdict: {'the same model' if report.ok else 'NOT the same model'}{ties}")

@@ -13,7 +13,7 @@ from glm5.checkpoint.dequantise import readable_by_transformers
 from glm5.checkpoint.hf_folder import hf_folder
 from glm5.config import Glm5Config
 from glm5.errors import AdapterError, CheckFailedError
-from glm5.export.check import ExportCheck, check_logits
+from glm5.export.check import ExportCheck, as_it_is, check_logits
 from glm5.export.factors import adapter_factors
 from glm5.model.transformer_config import torch_dtype
 from glm5.parity.logits import paired_logits, probe_tokens
@@ -46,10 +46,12 @@ def export_adapter(model: GPTModel, record: CheckpointRecord, out_dir: Path) -> 
             peft_model = load_peft_model(folder, readable, glm5)
         token_ids = probe_tokens(glm5)
         # PEFT put its layers into the base model
-        ours, theirs = paired_logits(model, peft_model.get_base_model(), token_ids)
-        check = check_logits("transformers + peft", theirs, ours)
+        reference = peft_model.get_base_model()
+        ours, theirs = paired_logits(model, reference, token_ids)
+        checks = [check_logits("transformers + peft", theirs, ours)]
+        checks += as_it_is(glm5, reference, token_ids, ours)
         _move_up(folder, staging)
-    return [check]
+    return checks
 
 
 def _move_up(folder: Path, target: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from glm5.checkpoint.hf_model import set_latent_eps
+from glm5.config import DEFAULT_LATENT_NORM_EPS, Glm5Config
 from glm5.errors import CheckFailedError
 from glm5.parity.compare import LIMIT, Bounded, relative_error
 
@@ -17,7 +20,7 @@ class ExportCheck(Bounded):
 
     what: str
     error: float
-    limit: float
+    limit: float | None
 
 
 def check_logits(what: str, got: Tensor, reference: Tensor, limit: float = LIMIT) -> ExportCheck:
@@ -35,6 +38,24 @@ def check_logits(what: str, got: Tensor, reference: Tensor, limit: float = LIMIT
             remedy="nothing was written; report this with the checkpoint's glm5.json",
         )
     return check
+
+
+def as_it_is(
+    glm5: Glm5Config, reference: Any, token_ids: Tensor, ours: Tensor
+) -> list[ExportCheck]:
+    """How far `transformers` is when nobody sets the latent norms' eps in it, where that matters.
+
+    It hard-wires 1e-6, which serving engines do not: told, since a user may load it so. Leaves
+    `reference` as it is without help.
+    """
+    if glm5.latent_norm_eps == DEFAULT_LATENT_NORM_EPS:
+        return []
+    set_latent_eps(reference, DEFAULT_LATENT_NORM_EPS)
+    with torch.no_grad():
+        theirs = reference(token_ids[None].to(reference.device), use_cache=False).logits[0]
+    what = f"transformers by itself, latent eps {DEFAULT_LATENT_NORM_EPS:g} instead of "
+    what += f"{glm5.latent_norm_eps:g}"
+    return [ExportCheck(what, relative_error(ours, theirs.float().cpu()), None)]
 
 
 def share_lost(kept: Tensor, wanted: Tensor, base: Tensor) -> float:

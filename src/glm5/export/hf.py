@@ -15,7 +15,7 @@ from glm5.checkpoint.hf_files import add_small_files
 from glm5.checkpoint.hf_layout import hf_tensors
 from glm5.checkpoint.safetensors_writer import SafetensorsWriter
 from glm5.config import Glm5Config
-from glm5.export.check import ExportCheck, check_logits
+from glm5.export.check import ExportCheck, as_it_is, check_logits
 from glm5.parity.hf_side import load_reference
 from glm5.parity.logits import paired_logits, probe_tokens
 
@@ -48,11 +48,12 @@ def export_hf(
         token_ids = probe_tokens(glm5)
         reference = load_reference(folder, glm5, next(model.parameters()).device)
         ours, theirs = paired_logits(model, reference, token_ids)
-        check = check_logits("transformers on the exported folder", theirs, ours)
+        checks = [check_logits("transformers on the exported folder", theirs, ours)]
+        checks += as_it_is(glm5, reference, token_ids, ours)
         for file in folder.iterdir():
             file.rename(staging / file.name)
         folder.rmdir()
-    return [check]
+    return checks
 
 
 def _exported_config(glm5: Glm5Config, record: CheckpointRecord) -> Glm5Config:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from glm5.lora.factors import Adapted, LoraPair
-from glm5.model.linear import LatentUpProjection
+from glm5.model.linear import LatentUpProjection, split_heads
 
 
 class AbsorbedLora(Adapted):
@@ -32,6 +32,13 @@ class AbsorbedLora(Adapted):
         low_rank = out_latent @ pair.a.to(out_latent.dtype).T
         delta = torch.einsum("thr,hdr->thd", low_rank, b_v)
         return self.base.expand_output(out_latent) + delta * pair.scale
+
+    def expand_latent(self, kv_latent: Tensor) -> tuple[Tensor, Tensor]:
+        """kv_latent [t, kv_lora_rank] -> [t, h, qk_nope_head_dim], [t, h, v_head_dim]."""
+        pair = self._only_pair()
+        base = self.base.expand_latent(kv_latent)
+        delta = split_heads(pair.up(pair.down(kv_latent)), self.base.head_dims)
+        return base[0] + delta[0], base[1] + delta[1]
 
     def _only_pair(self) -> LoraPair:
         (name,) = self.hf_linears

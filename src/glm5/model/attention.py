@@ -1,7 +1,8 @@
-"""Absorbed multi-latent attention over the keys that the indexer selected."""
+"""Multi-latent attention: absorbed over the keys that the indexer selected, else dense."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,9 +17,11 @@ from glm5.model.indexer_loss import add_indexer_loss
 from glm5.model.linear import LatentUpProjection, ReplicatedLinear
 from glm5.model.norm import RMSNorm
 from glm5.model.parallel import gather_keys, gather_tokens
+from glm5.model.routes import Routes
 from glm5.model.tokens import TokenRow, token_row
 from glm5.model.transformer_config import Glm5TransformerConfig
 from glm5.ops.backends import get_backend
+from glm5.ops.causal_attention import causal_attention
 from glm5.ops.rope import apply_rope, rope_cos_sin
 
 IndexerType = Literal["full", "shared"]
@@ -30,6 +33,8 @@ class DSASelfAttention(MegatronModule):
     q_latent = norm(W_qa x); [kv_latent, k_rope] = W_kva x, the latent normalised;
     q = [W_k^T q_nope, rope(q_rope)]; kv = [kv_latent, rope(k_rope)];
     out = W_o (W_v sparse_mla(q, kv, topk_indices))      (arXiv 2405.04434 and 2512.02556)
+    A document of at most index_topk tokens selects every key, so it takes the same sum without
+    absorption, which costs less: out = W_o softmax([q_nope, q_rope] . [W_k c, k_rope]) W_v c.
     """
 
     def __init__(
@@ -83,17 +88,19 @@ class DSASelfAttention(MegatronModule):
     ) -> tuple[Tensor, Tensor]:
         """hidden_states [s, b, hidden_size] normalised -> (output of that shape, topk_indices).
 
-        topk_indices [t, index_topk] int32 of the nearest full layer above; a full layer replaces
-        it. Under sequence parallelism hidden_states is [s / tp, b, hidden_size].
+        topk_indices [t, index_topk] int32 of the nearest full layer above, [0, index_topk] where
+        no query needs a selection; a full layer replaces it. Under sequence parallelism
+        hidden_states is [s / tp, b, hidden_size].
         """
         row = self._token_row(hidden_states, packed_seq_params)
+        routes = self._routes(row)
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         index_inputs = None
         if self.indexer is not None:
-            topk_indices, index_inputs = self.indexer(hidden_states, q_latent, row)
+            topk_indices, index_inputs = self.indexer(hidden_states, q_latent, row, routes)
         assert topk_indices is not None, f"layer {self.layer_number} shares a top-k nobody made"
         q, kv = self._queries_and_keys(hidden_states, q_latent, row)
-        out, lse = self._attend(q, kv, topk_indices)
+        out, lse = self._attend(q, kv, topk_indices, routes)
         output, _ = self.linear_proj(row.unflatten(out))
         if index_inputs is not None and index_inputs.want_gradients:
             output = self._with_indexer_loss(output, index_inputs, q, kv, lse, topk_indices)
@@ -105,17 +112,25 @@ class DSASelfAttention(MegatronModule):
             seq_len *= self.config.tensor_model_parallel_size
         return token_row(seq_len, batch, packed, hidden_states.device)
 
+    def _routes(self, row: TokenRow) -> Routes:
+        # the indexer learns from the absorbed attention of every query, and the backward of
+        # PyTorch's dense kernels adds in any order
+        learns = self.indexer is not None and self.indexer.learns
+        if learns or self.config.deterministic_attention:
+            return Routes.all_sparse(len(row.starts))
+        return row.routes(self.config.glm5.index_topk)
+
     def _queries_and_keys(
         self, x: Tensor, q_latent: Tensor, row: TokenRow
     ) -> tuple[Tensor, Tensor]:
-        """Absorbed q [t, h / tp, d_qk] of this rank's tokens and heads; kv [t_k, d_qk] of all."""
+        """q [t, h / tp, qk_head_dim] of this rank's tokens and heads; kv [t_k, d_qk] of all."""
         glm5 = self.config.glm5
         cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
         q = row.flatten(self.linear_q_up_proj(q_latent)[0])
         q = q.view(q.shape[0], -1, glm5.qk_head_dim)
         q_nope, q_rope = q.split([glm5.qk_nope_head_dim, glm5.qk_rope_head_dim], dim=-1)
         q_rope = apply_rope(q_rope, cos, sin, interleaved=glm5.rope_interleave)
-        q = torch.cat([self.linear_kv_up_proj.absorb_query(q_nope), q_rope], dim=-1)
+        q = torch.cat([q_nope, q_rope], dim=-1)
         latent_and_rope = [glm5.kv_lora_rank, glm5.qk_rope_head_dim]
         kv_latent, k_rope = self.linear_kv_down_proj(x)[0].split(latent_and_rope, dim=-1)
         kv = torch.cat([self.kv_layernorm(kv_latent), k_rope], dim=-1)
@@ -124,16 +139,56 @@ class DSASelfAttention(MegatronModule):
         k_rope = apply_rope(k_rope, cos, sin, interleaved=glm5.rope_interleave)
         return q, gather_keys(torch.cat([kv_latent, k_rope], dim=-1), row.batch)
 
-    def _attend(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
-        """(out [t, h * v_head_dim], lse [t, h]); recomputed in the backward pass when asked for."""
+    def _attend(
+        self, q: Tensor, kv: Tensor, topk_indices: Tensor, routes: Routes
+    ) -> tuple[Tensor, Tensor]:
+        """(out [t, h * v_head_dim], lse [sparse queries, h]); recomputed when asked for."""
+        core = partial(self._core, routes)
         if self.recompute_core and self.training:
-            return tensor_parallel.checkpoint(self._core, False, q, kv, topk_indices)
-        return self._core(q, kv, topk_indices)
+            return tensor_parallel.checkpoint(core, False, q, kv, topk_indices)
+        return core(q, kv, topk_indices)
 
-    def _core(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
+    def _core(
+        self, routes: Routes, q: Tensor, kv: Tensor, topk_indices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if not routes.num_sparse:
+            out = self._dense(q, kv, routes.dense_lengths)
+            return out.flatten(1), out.new_empty(0, out.shape[1], dtype=torch.float32)
+        sparse_q, sparse_topk = (routes.take(x, dense=False) for x in (q, topk_indices))
+        sparse, lse = self._sparse(sparse_q, kv, sparse_topk)
+        if not routes.dense_lengths:
+            return sparse.flatten(1), lse
+        dense_q, dense_kv = (routes.take(x, dense=True) for x in (q, kv))
+        dense = self._dense(dense_q, dense_kv, routes.dense_lengths)
+        return routes.join(dense, sparse).flatten(1), lse
+
+    def _sparse(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Over selected keys: out [t, h, v_head_dim], lse [t, h] fp32."""
         glm5 = self.config.glm5
-        out_latent, lse = self.backend.sparse_mla(q, kv, topk_indices, glm5.softmax_scale, glm5.d_v)
-        return self.linear_kv_up_proj.expand_output(out_latent).flatten(1), lse
+        out_latent, lse = self.backend.sparse_mla(
+            self._absorbed(q),
+            kv,
+            topk_indices,
+            glm5.softmax_scale,
+            glm5.d_v,
+            deterministic=self.config.deterministic_attention,
+        )
+        return self.linear_kv_up_proj.expand_output(out_latent), lse
+
+    def _dense(self, q: Tensor, kv: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """Over all keys of documents of these lengths: out [t, h, v_head_dim]."""
+        glm5 = self.config.glm5
+        kv_latent, k_rope = kv.split([glm5.kv_lora_rank, glm5.qk_rope_head_dim], dim=-1)
+        k_nope, v = self.linear_kv_up_proj.expand_latent(kv_latent)
+        k_rope = k_rope[:, None].expand(-1, k_nope.shape[1], -1)
+        k = torch.cat([k_nope, k_rope], dim=-1)
+        return causal_attention(q, k, v, lengths, glm5.softmax_scale)
+
+    def _absorbed(self, q: Tensor) -> Tensor:
+        """q [t, h, qk_head_dim] -> [W_k^T q_nope, q_rope] [t, h, d_qk]."""
+        glm5 = self.config.glm5
+        q_nope, q_rope = q.split([glm5.qk_nope_head_dim, glm5.qk_rope_head_dim], dim=-1)
+        return torch.cat([self.linear_kv_up_proj.absorb_query(q_nope), q_rope], dim=-1)
 
     def _with_indexer_loss(
         self,
@@ -144,11 +199,13 @@ class DSASelfAttention(MegatronModule):
         lse: Tensor,
         topk_indices: Tensor,
     ) -> Tensor:
+        with torch.no_grad():
+            q = self._absorbed(q)
         return add_indexer_loss(
             self.backend,
             output,
             index_inputs,
-            q.detach(),
+            q,
             kv.detach(),
             lse.detach(),
             topk_indices,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from glm5.errors import DataError
+from glm5.model.tokens import PackedDocuments
 from glm5.ops.masks import check_cu_seqlens
 
 # not bool: a mask passed for ids would be read as tokens 0 and 1
@@ -22,9 +22,16 @@ _INTEGER_DTYPES = (
 )
 
 
-def packed_seq_params(cu_seqlens: Tensor) -> PackedSeqParams:
-    """Megatron's form of packed documents; cu_seqlens [n + 1] int32 on the model's device."""
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+def packed_documents(cu_seqlens: Tensor, device: torch.device) -> PackedDocuments:
+    """Packed documents for a model on `device`; cu_seqlens [n + 1] integer.
+
+    A host sync where cu_seqlens is on a GPU.
+    """
+    lengths = tuple(cu_seqlens.diff().tolist())
+    edges = cu_seqlens.to(device=device, dtype=torch.int32, non_blocking=True)
+    return PackedDocuments(
+        qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, lengths=lengths
+    )
 
 
 def logits(model: GPTModel, token_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -51,7 +58,7 @@ def logits(model: GPTModel, token_ids: Tensor, cu_seqlens: Tensor | None = None)
         input_ids=token_ids[None],
         position_ids=torch.arange(num_tokens, device=device)[None],
         attention_mask=None,
-        packed_seq_params=packed_seq_params(cu_seqlens.to(device=device, dtype=torch.int32)),
+        packed_seq_params=packed_documents(cu_seqlens, device),
     )
     return out[0]
 

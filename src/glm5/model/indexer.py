@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from glm5.model.linear import ReplicatedLinear
 from glm5.model.parallel import gather_keys, gather_tokens, sum_gradient_over_tp
+from glm5.model.routes import Routes
 from glm5.model.tokens import TokenRow
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 from glm5.ops.backends import get_backend
@@ -61,11 +62,13 @@ class LightningIndexer(MegatronModule):
         )
         self.weight_scale = num_heads**-0.5 * head_dim**-0.5
         self.backend = get_backend(config.dsa_attention_backend)
+        self.observed = False
+        """Set by who wants to see a selection for every query, also where none is needed."""
 
     @property
-    def trains(self) -> bool:
-        """Whether this forward must keep gradients for the indexer."""
-        wanted = self.training and torch.is_grad_enabled() and self.config.indexer_loss_coeff > 0
+    def learns(self) -> bool:
+        """Whether the indexer's loss trains it, in this pass or when this pass is recomputed."""
+        wanted = self.training and self.config.indexer_loss_coeff > 0
         return wanted and any(p.requires_grad for p in self.parameters())
 
     def project(self, x: Tensor, q_latent: Tensor, row: TokenRow) -> IndexInputs:
@@ -86,21 +89,30 @@ class LightningIndexer(MegatronModule):
         """x [s / tp, b, d] -> [t, d]; every rank runs the whole indexer, so gradients agree."""
         return row.flatten(gather_tokens(x, self.config, partial_grad=False))
 
-    def select(self, inputs: IndexInputs, row: TokenRow) -> Tensor:
-        """The topk_indices [t, index_topk] int32 of every query of the row."""
+    def select(self, inputs: IndexInputs, row: TokenRow, routes: Routes) -> Tensor:
+        """The topk_indices [t, index_topk] int32 of the row; -1 for queries that attend densely."""
+        queries = inputs.q, inputs.weights, row.starts, row.ends
+        q, weights, starts, ends = (routes.take(x, dense=False) for x in queries)
         topk = self.config.glm5.index_topk
-        return self.backend.select_topk(
-            inputs.q, inputs.k, inputs.weights, row.starts, row.ends, topk
-        )
+        selected = self.backend.select_topk(q, inputs.k, weights, starts, ends, topk)
+        nothing = selected.new_full((len(inputs.q) - len(selected), topk), -1)
+        return routes.join(nothing, selected)
 
-    def forward(self, x: Tensor, q_latent: Tensor, row: TokenRow) -> tuple[Tensor, IndexInputs]:
-        """Selects keys; the inputs come back for the KL loss, with gradients only when it `trains`.
+    def forward(
+        self, x: Tensor, q_latent: Tensor, row: TokenRow, routes: Routes
+    ) -> tuple[Tensor, IndexInputs | None]:
+        """(topk_indices, inputs of the KL loss, which have gradients only when this one `learns`).
 
-        The main loss never reaches the indexer, nor the indexer's loss the model, hence the detach.
+        Where all queries attend densely nothing is computed: ([0, index_topk], None). The main loss
+        never reaches the indexer, nor the indexer's loss the model, hence the detach.
         """
-        with torch.set_grad_enabled(self.trains):
+        if self.observed:
+            routes = Routes.all_sparse(len(row.starts))
+        if not routes.num_sparse:
+            return row.starts.new_empty(0, self.config.glm5.index_topk), None
+        with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
             inputs = self.project(x.detach(), q_latent.detach(), row)
-        return self.select(inputs, row), inputs
+        return self.select(inputs, row, routes), inputs
 
     def _rope_first_dims(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         glm5 = self.config.glm5

@@ -69,7 +69,21 @@ class LatentUpProjection(ColumnParallelLinear):
         _, w_v = self._heads()
         return torch.einsum("thr,hdr->thd", out_latent, w_v)
 
+    def expand_latent(self, kv_latent: Tensor) -> tuple[Tensor, Tensor]:
+        """kv_latent [t, kv_lora_rank] -> W_k c [t, h, qk_nope_head_dim], W_v c [t, h, v_head_dim].
+
+        Without absorption: what short documents attend to.
+        """
+        keys_and_values = F.linear(kv_latent, self.weight)
+        return split_heads(keys_and_values, self.head_dims)
+
     def _heads(self) -> tuple[Tensor, Tensor]:
         per_head = self.weight.view(-1, sum(self.head_dims), self.input_size)
         w_k, w_v = per_head.split(self.head_dims, dim=1)
         return w_k, w_v
+
+
+def split_heads(x: Tensor, head_dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """x [t, h * (d_k + d_v)] -> [t, h, d_k], [t, h, d_v]: per head, keys before values."""
+    keys, values = x.unflatten(-1, (-1, sum(head_dims))).split(head_dims, dim=-1)
+    return keys, values

@@ -9,7 +9,15 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from glm5.model.routes import Routes
 from glm5.ops.masks import document_bounds
+
+
+@dataclass
+class PackedDocuments(PackedSeqParams):
+    """Megatron's form of packed documents, with their lengths [tokens] on the host as well."""
+
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -19,15 +27,23 @@ class TokenRow:
     Under context parallelism a rank has a contiguous share of every sequence's queries, and all
     keys. starts, ends [t] int32 of this rank's t queries: query i attends to the keys
     [starts[i], ends[i]); positions [t] int32 count from each document's first token.
+    documents: lengths [tokens], or None where the host does not know them, or a rank has parts.
     """
 
     starts: Tensor
     ends: Tensor
     batch: int
+    documents: tuple[int, ...] | None = None
 
     @property
     def positions(self) -> Tensor:
         return self.ends - 1 - self.starts
+
+    def routes(self, topk: int) -> Routes:
+        """Which queries need a selection of topk keys."""
+        if self.documents is None:
+            return Routes.all_sparse(len(self.starts))
+        return Routes.by_length(self.documents, topk)
 
     def flatten(self, x: Tensor) -> Tensor:
         """x [s, b, d] -> [b * s, d]."""
@@ -47,12 +63,15 @@ def token_row(
     """
     cp_size = parallel_state.get_context_parallel_world_size()
     full_len = seq_len * cp_size
+    documents: tuple[int, ...] | None = (full_len,) * batch
     if packed_seq_params is not None:
         assert batch == 1, f"thd inputs have batch 1, got {batch}"
         cu_seqlens = packed_seq_params.cu_seqlens_q
+        is_known = isinstance(packed_seq_params, PackedDocuments)
+        documents = packed_seq_params.lengths if is_known else None
     else:
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * full_len
     rank = parallel_state.get_context_parallel_rank()
     bounds = document_bounds(cu_seqlens, full_len * batch)
     starts, ends = (bound.view(batch, cp_size, seq_len)[:, rank].flatten() for bound in bounds)
-    return TokenRow(starts, ends, batch)
+    return TokenRow(starts, ends, batch, documents if cp_size == 1 else None)

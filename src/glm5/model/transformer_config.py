@@ -37,6 +37,9 @@ class Glm5TransformerConfig(MLATransformerConfig):
     indexer_loss_coeff: float = 0.0
     """Weight of the indexer's KL loss; 0 runs the indexer without gradients."""
 
+    deterministic_attention: bool = False
+    """Whether the attention's gradients have the same bits every time."""
+
 
 def build_device(config: MLATransformerConfig) -> torch.device:
     """Where modules built from `config` put their parameters; meta: shapes without memory."""
@@ -56,6 +59,7 @@ def glm5_transformer_config(
     layout: Layout,
     recompute: Recompute = "none",
     indexer_loss_coeff: float = 0.0,
+    deterministic_attention: bool = False,
     include_mtp: bool = False,
     layers_per_stage: Sequence[int] | None = None,
 ) -> Glm5TransformerConfig:
@@ -80,6 +84,7 @@ def glm5_transformer_config(
         glm5=glm5,
         dsa_attention_backend=backend,
         indexer_loss_coeff=indexer_loss_coeff,
+        deterministic_attention=deterministic_attention,
         **_dimensions(glm5),
         **_experts(glm5, device, layout),
         **_recompute(recompute),

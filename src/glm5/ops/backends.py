@@ -20,9 +20,19 @@ class Backend(Protocol):
         """Select keys: -> topk_indices [t_q, topk] int32, ascending, -1 only at the tail."""
 
     def sparse_mla(
-        self, q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+        self,
+        q: Tensor,
+        kv: Tensor,
+        topk_indices: Tensor,
+        softmax_scale: float,
+        d_v: int,
+        *,
+        deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Attend to the selected keys: -> out [t_q, h, d_v], lse [t_q, h]."""
+        """Attend to the selected keys: -> out [t_q, h, d_v], lse [t_q, h].
+
+        deterministic: the gradients have the same bits every time; BackendError where they cannot.
+        """
 
     def indexer_kl(
         self,

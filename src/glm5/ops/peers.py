@@ -37,14 +37,22 @@ def select_topk(
 
 
 def sparse_mla(
-    q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    d_v: int,
+    *,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA over selected keys by Megatron-Core, whose probabilities are cast to kv's dtype.
 
     q [t_q, h, d_qk], kv [t_k, d_qk] one float dtype, topk_indices [t_q, topk] int32, -1 = none
     -> out [t_q, h, d_v] in kv's dtype, lse [t_q, h] fp32 natural log, without gradient.
-    A row of all -1 gives out = 0, lse = -inf. Differentiable in q and kv by plain autograd.
+    A row of all -1 gives out = 0, lse = -inf. Differentiable in q and kv by plain autograd of dense
+    products, which give the same bits every time, deterministic or not.
     """
+    del deterministic
     t_q, t_k = len(q), len(kv)
     if t_q == 0 or t_k == 0 or topk_indices.shape[1] == 0:
         # Megatron-Core's softmax cannot reduce an empty dimension.

@@ -61,7 +61,13 @@ def select_topk(
 
 
 def sparse_mla(
-    q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    d_v: int,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA over selected keys by Megatron-Core's fused kernels.
 
@@ -69,8 +75,14 @@ def sparse_mla(
     -> out [t_q, h, d_v] bf16, lse [t_q, h] fp32 natural log, without gradient.
     A row of all -1 gives out = 0, lse = -inf. Differentiable in q and kv.
     Raises BackendError for shapes that do not fit, other dtypes, more than 128 heads, d_v above
-    512 and d_qk - d_v above 64.
+    512 and d_qk - d_v above 64, and when deterministic: the gradient of kv is summed by atomics.
     """
+    if deterministic:
+        raise BackendError(
+            "the tilelang backend cannot give the same bits every time",
+            got="deterministic attention",
+            remedy='use the backend "triton"',
+        )
     check_attention_inputs(q, kv, topk_indices, d_v)
     _check_bf16(q=q, kv=kv)
     _check_sizes(q.shape[1], q.shape[2], d_v)

@@ -20,12 +20,13 @@ class Bounded:
     """Of a dataclass: an error that must not pass a limit."""
 
     error: float
-    limit: float
+    limit: float | None
+    """None: the error is told and not judged."""
 
     @property
     def ok(self) -> bool:
         # a NaN error compares false, so it fails
-        return self.error <= self.limit
+        return self.limit is None or self.error <= self.limit
 
     def as_dict(self) -> dict[str, object]:
         """The fields, and whether the error is within its limit."""

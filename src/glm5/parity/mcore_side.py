@@ -29,11 +29,13 @@ def observe_mcore(
     model.zero_grad(set_to_none=True)
     seen = Observation(logits=token_ids)
     handles = [handle for layer in model.decoder.layers for handle in _layer_hooks(layer, seen)]
+    _observe_indexers(model, True)
     try:
         seen.logits = _run(model, token_ids, lengths, batched)
     finally:
         for handle in handles:
             handle.remove()
+        _observe_indexers(model, False)
     seen.hidden = {layer: _flat(hidden) for layer, hidden in seen.hidden.items()}
     if gradients:
         next_token_loss(seen.logits, token_ids, lengths).backward()
@@ -50,6 +52,12 @@ def _run(model: GPTModel, token_ids: Tensor, lengths: Sequence[int], batched: bo
     rows = token_ids.view(len(lengths), -1)
     positions = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
     return model(rows, positions, attention_mask=None).flatten(0, 1)
+
+
+def _observe_indexers(model: GPTModel, observed: bool) -> None:
+    for layer in model.decoder.layers:
+        if layer.self_attention.indexer is not None:
+            layer.self_attention.indexer.observed = observed
 
 
 def _layer_hooks(layer: Glm5TransformerLayer, seen: Observation) -> list[Any]:

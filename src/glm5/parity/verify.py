@@ -9,7 +9,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from glm5.config import Glm5Config
+from glm5.config import DEFAULT_LATENT_NORM_EPS, Glm5Config
 from glm5.parity.compare import Finding, compare
 from glm5.parity.pair import observe_pair
 from glm5.parity.tokens import draw_tokens
@@ -30,6 +30,7 @@ class Report:
 
     findings: tuple[Finding, ...]
     tied_rows: int
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -37,7 +38,8 @@ class Report:
 
     def as_dict(self) -> dict[str, object]:
         findings = [finding.as_dict() for finding in self.findings]
-        return {"ok": self.ok, "tied_rows": self.tied_rows, "findings": findings}
+        notes = list(self.notes)
+        return {"ok": self.ok, "tied_rows": self.tied_rows, "notes": notes, "findings": findings}
 
 
 def cases(topk: int) -> tuple[Case, ...]:
@@ -61,14 +63,31 @@ def verify(model: GPTModel, reference: Any, *, seed: int = 0) -> Report:
     glm5: Glm5Config = model.config.glm5
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    findings: list[Finding] = []
+    findings = [_finite_weights(model)]
     tied_rows = 0
     for case in cases(glm5.index_topk):
         token_ids = draw_tokens(glm5, sum(case.lengths), generator)
         found, ties = _verify_case(model, reference, case, token_ids.to(device))
         findings += found
         tied_rows += ties
-    return Report(tuple(findings), tied_rows)
+    return Report(tuple(findings), tied_rows, latent_eps_notes(glm5))
+
+
+def latent_eps_notes(glm5: Glm5Config) -> tuple[str, ...]:
+    """What a user of transformers must know who does not set the latent norms' eps as we do."""
+    if glm5.latent_norm_eps == DEFAULT_LATENT_NORM_EPS:
+        return ()
+    return (
+        f"latent_norm_eps is {glm5.latent_norm_eps:g} and was set in transformers; it hard-wires "
+        f"{DEFAULT_LATENT_NORM_EPS:g}: by itself it computes another model",
+    )
+
+
+def _finite_weights(model: GPTModel) -> Finding:
+    """Some are invisible in what a model computes: a NaN in a router's bias orders both alike."""
+    held = [*model.named_parameters(), *model.named_buffers()]
+    bad = [name for name, x in held if x.is_floating_point() and not x.isfinite().all()]
+    return Finding("-", "weights that are not finite", bad[0] if bad else "-", len(bad), 0)
 
 
 def _verify_case(

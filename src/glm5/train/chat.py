@@ -212,13 +212,24 @@ def tokenize_chats(chats: Iterable[Chat], chat_tokenizer: ChatTokenizer) -> list
     return tokenized
 
 
-def check_vocabulary(chats: Iterable[TokenizedChat], vocab_size: int) -> None:
-    """Every token must have a row in the embedding.
+def check_fits_model(
+    chats: Iterable[TokenizedChat], *, vocab_size: int, longest: int, cut_at: int
+) -> None:
+    """Every token must have a row in the embedding, every position be one that the model knows.
+
+    longest: positions of the model [tokens]; chats are cut at `cut_at` tokens, or refused.
 
     Raises:
-        DataError: a token id of at least vocab_size.
+        DataError: a token id of at least vocab_size, or a chat of more than `longest` tokens.
     """
     for chat in chats:
+        if min(len(chat), cut_at) > longest:
+            raise DataError(
+                f"{chat.source}: a chat is longer than the model's positions",
+                got=f"{len(chat)} tokens",
+                expected=f"at most max_position_embeddings = {longest}",
+                remedy="lower data.seq_length, with data.too_long = 'truncate' or 'skip'",
+            )
         if (largest := int(chat.input_ids.max())) >= vocab_size:
             raise DataError(
                 f"{chat.source}: the tokenizer gives ids that the model does not have",

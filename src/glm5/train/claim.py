@@ -17,8 +17,15 @@ def claimed(folder: Path) -> Iterator[None]:
     """Holds `folder` for this process; the claim ends with the process, however it ends.
 
     Raises:
-        ConfigError: another process trains into the folder.
+        ConfigError: another process trains into the folder, or it is a file.
     """
+    if not folder.name or (folder.exists() and not folder.is_dir()):
+        raise ConfigError(
+            "the output folder is none",
+            got=folder,
+            expected="a new folder, or that of an earlier run",
+            remedy="choose another output.dir",
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     # beside the folder, which appears only when there is something to keep
     path = folder.with_name(f".{folder.name}.lock")

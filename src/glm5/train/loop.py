@@ -80,6 +80,8 @@ class TrainLoop:
             diverged = not all(math.isfinite(values[name]) for name in ("loss", "grad_norm"))
             if self._due(step, self.section.eval_every, finished) and not diverged:
                 values |= self._eval_values()
+                # the loss of a step is from before its update, this one from after it
+                diverged = not math.isfinite(values.get("eval_loss", 0.0))
             must_show = finished or diverged or "eval_loss" in values
             if log is not None and self._due(step, self.section.log_every, must_show):
                 log.log(step, {**values, **window.close()})
@@ -93,6 +95,7 @@ class TrainLoop:
                 return step
         return first_step - 1
 
+    @torch.no_grad()
     def evaluate(self, data: PackedDataset) -> LossSum:
         """Mean loss over all rows of `data`, without gradients."""
         model = self.state.model
@@ -103,7 +106,8 @@ class TrainLoop:
         return _sum_reports(reports, _device(self.state))
 
     def _eval_values(self) -> dict[str, float]:
-        return {} if self.eval_data is None else {"eval_loss": self.evaluate(self.eval_data).mean}
+        found = LossSum(0.0, 0) if self.eval_data is None else self.evaluate(self.eval_data)
+        return {"eval_loss": found.mean} if found.num_tokens else {}
 
     def _step(self, step: int) -> dict[str, float]:
         started = time.perf_counter()
@@ -212,9 +216,11 @@ def _device(state: TrainState) -> torch.device:
 
 
 def _diverged(step: int, values: dict[str, float]) -> DivergedError:
+    shown = ("loss", "grad_norm", "eval_loss")
     return DivergedError(
         f"training diverged at step {step}",
-        got=f"loss {values['loss']}, grad_norm {values['grad_norm']}",
+        got=", ".join(f"{name} {values[name]}" for name in shown if name in values),
         expected="finite numbers",
-        remedy="lower optimizer.lr or raise optimizer.warmup_steps, and resume from the last save",
+        remedy="train anew in another output.dir with a lower optimizer.lr or more warmup_steps; "
+        "checkpoints of this run are from before this step, and may be damaged already",
     )

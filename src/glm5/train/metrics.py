@@ -173,7 +173,9 @@ def _parsed_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
     if not path.exists():
         return []
     parsed = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(True), start=1):
+    # what is no UTF-8 is no JSON either, and named with its line
+    lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(True)
+    for number, text in enumerate(lines, start=1):
         if not text.endswith("\n"):
             break
         try:

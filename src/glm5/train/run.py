@@ -29,7 +29,7 @@ from glm5.config import Glm5Config
 from glm5.errors import ConfigError, DataError
 from glm5.lora.attach import LoraSpec, attach_lora
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
-from glm5.train.chat import ChatTokenizer, check_vocabulary, tokenize_chats
+from glm5.train.chat import ChatTokenizer, check_fits_model, tokenize_chats
 from glm5.train.claim import claimed
 from glm5.train.data import iter_chats
 from glm5.train.loop import TrainLoop
@@ -157,7 +157,12 @@ def load_datasets(
         load_tokenizer(folder), glm5.eos_token_id, run.data.chat_template_args
     )
     chats = tokenize_chats(iter_chats(run.data.train, max_samples=run.data.max_samples), tokenizer)
-    check_vocabulary(chats, glm5.vocab_size)
+    limits = {
+        "vocab_size": glm5.vocab_size,
+        "longest": glm5.max_position_embeddings,
+        "cut_at": run.data.seq_length,
+    }
+    check_fits_model(chats, **limits)
     train_data = PackedDataset(
         chats,
         run.data.seq_length,
@@ -168,7 +173,7 @@ def load_datasets(
     if run.data.eval is None:
         return train_data, None
     eval_chats = tokenize_chats(iter_chats(run.data.eval), tokenizer)
-    check_vocabulary(eval_chats, glm5.vocab_size)
+    check_fits_model(eval_chats, **limits)
     return train_data, PackedDataset(eval_chats, run.data.seq_length, too_long=run.data.too_long)
 
 
@@ -178,6 +183,7 @@ def build_trainable(run: RunConfig, folder: Path) -> GPTModel:
         folder,
         backend=run.model.attention_backend,
         dtype=run.model.dtype,
+        deterministic_attention=run.model.deterministic_attention,
         recompute=run.model.recompute,
         include_mtp=run.model.mtp,
         indexer_loss_coeff=run.indexer_loss_coeff,

@@ -94,12 +94,15 @@ class ModelSection(_Section):
     """Type of the weights and the activations."""
     attention_backend: Annotated[str, Field(min_length=1)] | None = None
     """Name of the attention backend; absent: the default of the device."""
+    deterministic_attention: bool = False
+    """Whether the attention's gradients have the same bits every time; slower on a GPU."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations are computed again in the backward pass instead of kept."""
     latent_norm_eps: Annotated[float, Field(gt=0)] | None = None
     """Epsilon of the q and kv latent norms; absent: the checkpoint's."""
     mtp: bool = False
-    """Whether the multi-token-prediction head is built and trained as well."""
+    """Whether the multi-token-prediction head is built; its loss trains it and the model, and with
+    `[lora]` the adapters of the model alone."""
 
 
 class DataSection(_Section):

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 
-from glm5.model.forward import packed_seq_params
+from glm5.model.forward import packed_documents
 from glm5.train.batches import context_share
 from glm5.train.packing import PackedRow
 
@@ -36,7 +36,7 @@ def forward_step(
         attention_mask=None,
         labels=labels[None],
         # the documents of the whole row: keys come from all context-parallel ranks
-        packed_seq_params=packed_seq_params(row.cu_seqlens.to(device, non_blocking=True)),
+        packed_seq_params=packed_documents(row.cu_seqlens, device),
         loss_mask=loss_mask[None],
     )
     return losses, partial(reduce_loss, loss_mask)

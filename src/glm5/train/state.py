@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from glm5.checkpoint.atomic import new_folder
+from glm5.checkpoint.atomic import new_folder, remove_folder
 from glm5.checkpoint.ckpt_dir import (
     HF_FOLDER,
     MCORE_FOLDER,
@@ -51,7 +50,7 @@ class TrainState:
             save_sharded(staging / MCORE_FOLDER, self._sharded(is_loading=False))
         if is_writer():
             for step in saved_steps(run_dir)[:-keep]:
-                shutil.rmtree(step_folder(run_dir, step))
+                remove_folder(step_folder(run_dir, step))
         return target
 
     def load(self, checkpoint: Path) -> None:

@@ -15,26 +15,32 @@ from glm5.ops.sparse_mla import hopper_bwd, hopper_fwd
 
 _TYPES = {
     "lengths": "*i32",
-    "topk_indices": "*i32",
+    "indices": "*i32",
+    "members": "*i32",
     "lse": "*fp32",
     "grad_kv": "*fp32",
     "scale_log2": "fp32",
     "softmax_scale": "fp32",
     "num_keys": "i32",
-    "num_heads": "i32",
-    "topk": "i32",
+    "num_rows": "i32",
+    "rows_per_item": "i32",
+    "heads_per_query": "i32",
+    "width": "i32",
 }
 
 
-def compile_kernel(kernel: Any) -> dict[str, Any]:
-    """Pointers and topk are aligned, as they are in use."""
+def compile_kernel(kernel: Any, **constants: Any) -> dict[str, Any]:
+    """Pointers and widths are aligned, as they are in use."""
     types = {name: _TYPES.get(name, "*bf16") for name in kernel.arg_names}
+    if constants.get("KEEP_ROWS"):
+        types["grad_kv"] = "*bf16"
+    types |= dict.fromkeys(constants, "constexpr")
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(types)
-        if types[name].startswith("*") or name == "topk"
+        if types[name].startswith("*") or name == "width"
     }
-    source = GluonASTSource(kernel, types, attrs=aligned)
+    source = GluonASTSource(kernel, types, constants, attrs=aligned)
     compiled = triton.compile(source, GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     ptx = compiled.asm["ptx"]
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*", ptx)
@@ -48,8 +54,14 @@ def compile_kernel(kernel: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    kernels = {
-        "forward": hopper_fwd._sparse_mla_fwd_hopper_kernel,
-        "backward": hopper_bwd._sparse_mla_bwd_hopper_kernel,
+    backward = hopper_bwd._sparse_mla_bwd_hopper_kernel
+    report = {
+        f"{name}{' packed' if packed else ''}": compile_kernel(kernel, PACKED=packed, **constants)
+        for packed in (False, True)
+        for name, kernel, constants in (
+            ("forward", hopper_fwd._sparse_mla_fwd_hopper_kernel, {}),
+            ("backward", backward, {"KEEP_ROWS": False}),
+            ("backward_rows", backward, {"KEEP_ROWS": True}),
+        )
     }
-    print(json.dumps({name: compile_kernel(kernel) for name, kernel in kernels.items()}))
+    print(json.dumps(report))

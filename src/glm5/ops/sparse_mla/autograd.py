@@ -1,5 +1,6 @@
 """sparse_mla of the backend "triton": autograd around the fused kernels."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +10,19 @@ from torch.autograd.function import once_differentiable
 from glm5.errors import BackendError
 from glm5.ops.sparse_mla.inputs import check_inputs
 from glm5.ops.sparse_mla.kernels import choose_kernels
-from glm5.ops.sparse_mla.row_lengths import row_lengths
+from glm5.ops.sparse_mla.repeatable import repeatable_bwd
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def sparse_mla(
-    q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    d_v: int,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA over selected keys: softmax(softmax_scale q . kv[s]) kv[s, :d_v], s selected.
 
@@ -24,7 +31,9 @@ def sparse_mla(
     tail, which costs nothing -> out [t_q, h, d_v] in q's dtype, lse [t_q, h] fp32, the natural
     log of the sum of exp(logits). A row of all -1 gives out = 0, lse = -inf and zero gradients.
     Differentiable in q and kv, not through lse. Products take the inputs' dtype and are summed in
-    fp32; the gradient of kv is summed by atomics, so its last bits change from run to run.
+    fp32; the gradient of kv is summed by atomics, so its last bits change from run to run, unless
+    deterministic: then each query's term is rounded to the inputs' dtype first, which takes more
+    time and up to 4.5 GiB.
     No host sync. Indices beyond kv are not checked. Raises BackendError for shapes, dtypes and
     devices that do not fit.
     """
@@ -36,20 +45,27 @@ def sparse_mla(
             expected=_DTYPES,
             remedy='use the backend "torch"',
         )
-    return _SparseMlaFunction.apply(q, kv, topk_indices, softmax_scale, d_v)
+    return _SparseMlaFunction.apply(q, kv, topk_indices, softmax_scale, d_v, deterministic)
 
 
 class _SparseMlaFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        topk_indices: Tensor,
+        softmax_scale: float,
+        d_v: int,
+        deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
         q, kv, topk_indices = q.contiguous(), kv.contiguous(), topk_indices.contiguous()
-        lengths = row_lengths(topk_indices)
         kernels = choose_kernels(q, d_v)
-        out, lse = kernels.forward(q, kv, topk_indices, lengths, softmax_scale, d_v)
-        ctx.kernels, ctx.softmax_scale = kernels, softmax_scale
-        ctx.save_for_backward(q, kv, topk_indices, lengths, out, lse)
+        selection = kernels.select(topk_indices, q.shape[1], len(kv))
+        out, lse = kernels.forward(q, kv, selection, softmax_scale, d_v)
+        ctx.kernels, ctx.softmax_scale, ctx.deterministic = kernels, softmax_scale, deterministic
+        # Not the selection, which is made again: layers that share topk_indices keep them once.
+        ctx.save_for_backward(q, kv, topk_indices, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -57,9 +73,10 @@ class _SparseMlaFunction(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_out: Tensor, _grad_lse: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
-        q, kv, topk_indices, lengths, out, lse = ctx.saved_tensors
-        grad_q, grad_kv = ctx.kernels.backward(
-            grad_out.contiguous(), q, kv, topk_indices, lengths, out, lse, ctx.softmax_scale
-        )
-        return grad_q, grad_kv, None, None, None
+    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+        q, kv, topk_indices, out, lse = ctx.saved_tensors
+        kernels = ctx.kernels
+        selection = kernels.select(topk_indices, q.shape[1], len(kv))
+        run = partial(repeatable_bwd, kernels) if ctx.deterministic else kernels.backward
+        grad_q, grad_kv = run(grad_out.contiguous(), q, kv, selection, out, lse, ctx.softmax_scale)
+        return grad_q, grad_kv, None, None, None, None

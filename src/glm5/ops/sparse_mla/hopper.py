@@ -1,11 +1,30 @@
 """The Gluon kernels for Hopper, as one pair."""
 
-from glm5.ops.sparse_mla.hopper_bwd import sparse_mla_bwd
+from torch import Tensor
+
+from glm5.ops.sparse_mla.hopper_bwd import num_head_parts, sparse_mla_bwd, sparse_mla_bwd_rows
 from glm5.ops.sparse_mla.hopper_fwd import sparse_mla_fwd
+from glm5.ops.sparse_mla.selection import Selection, one_by_one, unions
+
+# A tile has 64 rows: of one query's heads, or of few heads of several queries. More queries share
+# less of their keys.
+_ROWS = 64
+_MOST_QUERIES = 16
 
 
 class HopperKernels:
     """Gluon: bf16, d_qk 576, d_v 512, any number of heads."""
 
+    @staticmethod
+    def select(topk_indices: Tensor, h: int, num_keys: int) -> Selection:
+        """Neighbouring queries together where their heads fill one tile."""
+        queries_per_row = min(_MOST_QUERIES, _ROWS // h) if num_keys else 1
+        if queries_per_row <= 1:
+            return one_by_one(topk_indices)
+        return unions(topk_indices, num_keys, queries_per_row)
+
     forward = staticmethod(sparse_mla_fwd)
     backward = staticmethod(sparse_mla_bwd)
+    backward_rows = staticmethod(sparse_mla_bwd_rows)
+    num_row_parts = staticmethod(num_head_parts)
+    shuffles_rows = True

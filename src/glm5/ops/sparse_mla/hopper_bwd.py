@@ -1,4 +1,6 @@
-"""Backward of sparse_mla for Hopper in Gluon: bf16, d_qk 576, d_v 512, one token per program.
+"""Backward of sparse_mla for Hopper in Gluon: bf16, d_qk 576, d_v 512, 64 rows per program.
+
+Rows are heads of one query, or the few heads of several queries over the union of their keys.
 
 Shared memory holds the queries, the gradients of their outputs and one tile of 64 keys. Four
 warps gather keys, four compute the probabilities, and four the gradients of the keys, which they
@@ -20,10 +22,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from glm5.ops.sparse_mla.hopper_gather import copy_columns, copy_heads, key_rows
-from glm5.ops.sparse_mla.hopper_grad_keys import LINE_ROWS, add_grad_keys, put_in_order
+from glm5.ops.sparse_mla.hopper_grad_keys import (
+    LINE_ROWS,
+    ROW_ROWS,
+    add_grad_keys,
+    put_in_order,
+    store_grad_keys,
+)
 from glm5.ops.sparse_mla.hopper_store import store_heads
+from glm5.ops.sparse_mla.selection import Selection
 
-_HEADS = 64
+_ROWS = 64
 
 
 @gluon.jit
@@ -94,7 +103,18 @@ def _row_terms(out, grad_out, num_heads, layout: gl.constexpr):
 
 @gluon.jit
 def _probabilities(
-    grad_out, out, lse, indices, grad_q, softmax_scale, length, num_heads, smem, bars
+    grad_out,
+    out,
+    lse,
+    members,
+    grad_q,
+    softmax_scale,
+    length,
+    num_heads,
+    heads_per_query,
+    smem,
+    bars,
+    packed: gl.constexpr,
 ):
     """p = exp(q k - lse), d_s = p (grad_out v - row_term), and grad_q[:, 128:256] = d_s k."""
     log2_e: gl.constexpr = 1.4426950408889634
@@ -105,10 +125,15 @@ def _probabilities(
     heads = gl.arange(0, 64, layout=s_row)
     # +inf makes every probability of a head that does not exist 0.
     lse_log2 = gl.load(lse + heads, mask=heads < num_heads, other=float("inf")) * log2_e
+    query = heads // heads_per_query
+    places = gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
     row_terms = _row_terms(out, grad_out, num_heads, s_row)
     dq = gl.zeros([64, 128], gl.float32, dq_layout)
     for tile in range(0, gl.cdiv(length, 64)):
         q_v, q_tail, k_v, k_tail, d_out, p, d_s = _views(smem, tile)
+        if packed:
+            is_place = places < length - tile * 64
+            bits = gl.load(members + tile * 64 + places, mask=is_place, other=0)
         mbarrier.wait(k_full, tile & 1)
         fence_async_shared()
         s = gl.zeros([64, 64], gl.float32, s_layout)
@@ -120,6 +145,8 @@ def _probabilities(
         # A probability is at most 1, and where there is no key only has to be finite: there k is
         # 0, and the gradient of k goes to a row that nobody reads.
         probs = gl.exp2(gl.minimum(s * (softmax_scale * log2_e) - lse_log2[:, None], 1.0))
+        if packed:
+            probs = gl.where(((bits[None, :] >> query[:, None]) & 1) != 0, probs, 0.0)
         d_p = warpgroup_mma_wait(0, deps=[d_p])
         mbarrier.wait(p_free, (tile & 1) ^ 1)
         p.store(probs.to(gl.bfloat16))
@@ -135,20 +162,27 @@ def _probabilities(
 
 
 @gluon.jit
-def _grad_keys(indices, grad_q, grad_kv, num_keys, length, num_heads, smem, bars):
+def _grad_keys(
+    indices, grad_q, grad_kv, num_keys, length, num_heads, smem, bars, keep_rows: gl.constexpr
+):
     """grad_kv += p^T grad_out + d_s^T q, and grad_q[:, 256:] = d_s k."""
     k_full, k_free, p_full, p_free = bars
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-    rows = gl.arange(0, 64, layout=LINE_ROWS)
+    row_layout: gl.constexpr = ROW_ROWS if keep_rows else LINE_ROWS
+    rows = gl.arange(0, 64, layout=row_layout)
     dq = gl.zeros([64, 256], gl.float32, dq_layout)
     for tile in range(0, gl.cdiv(length, 64)):
         q_v, q_tail, k_v, _k_tail, d_out, p, d_s = _views(smem, tile)
         places = tile * 64 + rows
-        keys = gl.load(indices + places, mask=places < length, other=-1)
-        keys = gl.where(keys >= 0, keys, num_keys)
-        grad_rows = grad_kv + keys.to(gl.int64) * 576
+        is_row = places < length
+        if keep_rows:
+            grad_rows = grad_kv + places.to(gl.int64) * 576
+        else:
+            keys = gl.load(indices + places, mask=is_row, other=-1)
+            keys = gl.where(keys >= 0, keys, num_keys)
+            grad_rows = grad_kv + keys.to(gl.int64) * 576
         d_out_chunks = d_out._reinterpret(gl.bfloat16, [8, 64, 64], tile_layout)
         q_chunks = q_v._reinterpret(gl.bfloat16, [8, 64, 64], tile_layout)
         mbarrier.wait(k_full, tile & 1)
@@ -165,13 +199,19 @@ def _grad_keys(indices, grad_q, grad_kv, num_keys, length, num_heads, smem, bars
             acc = warpgroup_mma(p.permute((1, 0)), d_out_chunk, acc, use_acc=False, is_async=True)
             acc = warpgroup_mma(d_s.permute((1, 0)), q_chunk, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            add_grad_keys(grad_rows + chunk * 64, acc)
+            if keep_rows:
+                store_grad_keys(grad_rows + chunk * 64, is_row, acc)
+            else:
+                add_grad_keys(grad_rows + chunk * 64, acc)
         acc = gl.zeros([64, 64], gl.float32, square)
         acc = warpgroup_mma(d_s.permute((1, 0)), q_tail, acc, use_acc=False, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         gl.thread_barrier()
         mbarrier.arrive(p_free, count=1)
-        add_grad_keys(grad_rows + 512, acc)
+        if keep_rows:
+            store_grad_keys(grad_rows + 512, is_row, acc)
+        else:
+            add_grad_keys(grad_rows + 512, acc)
     store_heads(dq, smem[2].index(0).slice(256, 256, 1), grad_q + 256, num_heads, 256, 576)
 
 
@@ -180,7 +220,8 @@ def _sparse_mla_bwd_hopper_kernel(
     grad_out,
     q,
     kv,
-    topk_indices,
+    indices,
+    members,
     lengths,
     out,
     lse,
@@ -188,20 +229,27 @@ def _sparse_mla_bwd_hopper_kernel(
     grad_kv,
     softmax_scale,
     num_keys,
-    num_heads,
-    topk,
+    num_rows,
+    rows_per_item,
+    heads_per_query,
+    width,
+    PACKED: gl.constexpr,
+    KEEP_ROWS: gl.constexpr,
 ):
-    # The last tokens have the most keys under a causal mask: they go first, for an even finish.
-    token = (gl.num_programs(0) - 1 - gl.program_id(0)).to(gl.int64)
-    first_head = gl.program_id(1) * 64
-    row = token * num_heads + first_head
-    num_heads -= first_head
-    length = gl.load(lengths + token)
-    indices = topk_indices + token * topk
+    # The last queries have the most keys under a causal mask: they go first, for an even finish.
+    item = (gl.num_programs(0) - 1 - gl.program_id(0)).to(gl.int64)
+    first_row = gl.program_id(1) * 64
+    row = item * rows_per_item + first_row
+    num_heads = gl.minimum(rows_per_item - first_row, (num_rows - row).to(gl.int32))
+    length = gl.load(lengths + item)
+    indices += item * width
+    members += item * width
     q += row * 576
     grad_q += row * 576
     grad_out += row * 512
     out += row * 512
+    if KEEP_ROWS:
+        grad_kv += (item * gl.num_programs(1) + gl.program_id(1)) * width * 576
 
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 512], gl.bfloat16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
@@ -233,16 +281,21 @@ def _sparse_mla_bwd_hopper_kernel(
                     grad_out,
                     out,
                     lse + row,
-                    indices,
+                    members,
                     grad_q,
                     softmax_scale,
                     length,
                     num_heads,
+                    heads_per_query,
                     smem,
                     bars,
+                    PACKED,
                 ),
             ),
-            (_grad_keys, (indices, grad_q, grad_kv, num_keys, length, num_heads, smem, bars)),
+            (
+                _grad_keys,
+                (indices, grad_q, grad_kv, num_keys, length, num_heads, smem, bars, KEEP_ROWS),
+            ),
             (_gather, (q, grad_out, kv, indices, grad_q, length, num_heads, smem, bars)),
         ],
         [4, 4],
@@ -254,34 +307,77 @@ def sparse_mla_bwd(
     grad_out: Tensor,
     q: Tensor,
     kv: Tensor,
-    topk_indices: Tensor,
-    lengths: Tensor,
+    selection: Selection,
     out: Tensor,
     lse: Tensor,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """As portable_bwd.sparse_mla_bwd, for q [t_q, h, 576] bf16 and d_v = 512 on Hopper."""
-    t_q, h, _ = q.shape
     grad_q, grad_kv = torch.empty_like(q), torch.empty_like(kv)
-    if q.numel() == 0:
-        return grad_q, grad_kv.zero_()
     # One row more than there are keys, for the places without a key.
-    grad_kv_sum = torch.zeros(len(kv) + 1, kv.shape[1], dtype=torch.float32, device=kv.device)
-    _sparse_mla_bwd_hopper_kernel[(t_q, triton.cdiv(h, _HEADS))](
+    sums = torch.zeros(len(kv) + 1, kv.shape[1], dtype=torch.float32, device=kv.device)
+    _launch(grad_out, q, kv, selection, out, lse, softmax_scale, grad_q, sums, False)
+    put_in_order(sums[:-1], grad_kv)
+    return grad_q, grad_kv
+
+
+def sparse_mla_bwd_rows(
+    grad_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    selection: Selection,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    grad_q: Tensor,
+    rows: Tensor,
+) -> None:
+    """As portable_bwd.sparse_mla_bwd_rows, with columns in the order of store_grad_keys.
+
+    rows [rows of the selection, num_head_parts, width, 576] bf16.
+    """
+    _launch(grad_out, q, kv, selection, out, lse, softmax_scale, grad_q, rows, True)
+
+
+def num_head_parts(q: Tensor, d_v: int) -> int:
+    """Programs for each row of the selection, of q [t_q, h, 576]."""
+    return triton.cdiv(q.shape[1], _ROWS)
+
+
+def _launch(
+    grad_out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    selection: Selection,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    grad_q: Tensor,
+    grad_kv: Tensor,
+    keep_rows: bool,
+) -> None:
+    if q.numel() == 0:
+        return
+    h, packed = q.shape[1], selection.members is not None
+    grid = len(selection.lengths), num_head_parts(q, out.shape[2])
+    _sparse_mla_bwd_hopper_kernel[grid](
         grad_out,
         q,
         kv,
-        topk_indices,
-        lengths,
+        selection.indices,
+        selection.members if packed else selection.indices,
+        selection.lengths,
         out,
         lse,
         grad_q,
-        grad_kv_sum,
+        grad_kv,
         softmax_scale,
         len(kv),
+        len(q) * h,
+        h * selection.queries_per_row,
         h,
-        topk_indices.shape[1],
+        selection.indices.shape[1],
+        PACKED=packed,
+        KEEP_ROWS=keep_rows,
         num_warps=4,
     )
-    put_in_order(grad_kv_sum[:-1], grad_kv)
-    return grad_q, grad_kv

@@ -1,4 +1,6 @@
-"""Forward of sparse_mla for Hopper in Gluon: bf16, d_qk 576, d_v 512, one token per program.
+"""Forward of sparse_mla for Hopper in Gluon: bf16, d_qk 576, d_v 512, 64 rows per program.
+
+Rows are heads of one query, or the few heads of several queries over the union of their keys.
 
 Four warps gather keys into two buffers, one tile of 64 keys each. Two groups of four warps share
 the rest: group g computes the probabilities of every second tile, and columns 256 g .. 256 g + 256
@@ -21,8 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from glm5.ops.sparse_mla.hopper_gather import copy_columns, copy_heads, key_rows
 from glm5.ops.sparse_mla.hopper_store import store_heads
+from glm5.ops.sparse_mla.selection import Selection
 
-_HEADS = 64
+_ROWS = 64
 _S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 _S_ROW = gl.constexpr(gl.SliceLayout(1, _S_LAYOUT))
@@ -76,7 +79,17 @@ def _publish(probs, row_max, p, p_row_max, bar):
 
 
 @gluon.jit
-def _attend(out, lse, length, scale_log2, num_heads, smem, bars, group: gl.constexpr):
+def _attend(
+    results,
+    members,
+    sizes,
+    smem,
+    bars,
+    packed: gl.constexpr,
+    group: gl.constexpr,
+):
+    out, lse = results
+    length, scale_log2, num_heads, heads_per_query = sizes
     all_q_v, all_q_tail, k_v, k_tail, all_p, p_row_max, sums = smem
     k_full, k_free, p_full, sum_full = bars
     columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _S_LAYOUT)) + group * 64
@@ -86,6 +99,7 @@ def _attend(out, lse, length, scale_log2, num_heads, smem, bars, group: gl.const
     row_sum = gl.zeros([64], gl.float32, _S_ROW)
     sum_max = row_max
     acc = gl.zeros([64, 256], gl.float32, _O_LAYOUT)
+    query = gl.arange(0, 64, layout=_S_ROW) // heads_per_query
     for pair in range(0, gl.cdiv(length, 128)):
         phase = pair & 1
         # 0, which only this line knows: were the addresses constant, the compiler would keep
@@ -94,6 +108,9 @@ def _attend(out, lse, length, scale_log2, num_heads, smem, bars, group: gl.const
         q_v, q_tail, p = all_q_v.index(zero), all_q_tail.index(zero), all_p.index(zero)
         v_0 = k_v.index(zero).slice(group * 256, 256, 1)
         v_1 = k_v.index(zero + 1).slice(group * 256, 256, 1)
+        places = pair * 128 + columns
+        if packed:
+            bits = gl.load(members + places, mask=places < length, other=0)
         s = gl.zeros([64, 64], gl.float32, _S_LAYOUT)
         k = k_v.index(zero + group)
         for half in gl.static_range(2):
@@ -104,7 +121,11 @@ def _attend(out, lse, length, scale_log2, num_heads, smem, bars, group: gl.const
             s = warpgroup_mma(q_half, k_t, s, use_acc=half > 0, is_async=True)
         s = warpgroup_mma(q_tail, k_tail.index(zero + group).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        s = gl.where((columns < length - pair * 128)[None, :], s * scale_log2, float("-inf"))
+        if packed:
+            is_key = ((bits[None, :] >> query[:, None]) & 1) != 0
+            s = gl.where(is_key, s * scale_log2, float("-inf"))
+        else:
+            s = gl.where((places < length)[None, :], s * scale_log2, float("-inf"))
         tile_max = gl.max(s, 1)
         if group == 1:
             # The first tile of the pair comes first.
@@ -171,15 +192,28 @@ def _barriers(num: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def _sparse_mla_fwd_hopper_kernel(
-    q, kv, topk_indices, lengths, out, lse, scale_log2, num_heads, topk
+    q,
+    kv,
+    indices,
+    members,
+    lengths,
+    out,
+    lse,
+    scale_log2,
+    num_rows,
+    rows_per_item,
+    heads_per_query,
+    width,
+    PACKED: gl.constexpr,
 ):
-    # The last tokens have the most keys under a causal mask: they go first, for an even finish.
-    token = (gl.num_programs(0) - 1 - gl.program_id(0)).to(gl.int64)
-    first_head = gl.program_id(1) * 64
-    row = token * num_heads + first_head
-    num_heads -= first_head
-    length = gl.load(lengths + token)
-    indices = topk_indices + token * topk
+    # The last queries have the most keys under a causal mask: they go first, for an even finish.
+    item = (gl.num_programs(0) - 1 - gl.program_id(0)).to(gl.int64)
+    first_row = gl.program_id(1) * 64
+    row = item * rows_per_item + first_row
+    num_heads = gl.minimum(rows_per_item - first_row, (num_rows - row).to(gl.int32))
+    length = gl.load(lengths + item)
+    indices += item * width
+    members += item * width
 
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 512], gl.bfloat16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
@@ -201,10 +235,12 @@ def _sparse_mla_fwd_hopper_kernel(
     lse += row
     zero: gl.constexpr = 0
     one: gl.constexpr = 1
+    results = (out, lse)
+    sizes = (length, scale_log2, num_heads, heads_per_query)
     gl.warp_specialize(
         [
-            (_attend, (out, lse, length, scale_log2, num_heads, smem, bars, zero)),
-            (_attend, (out, lse, length, scale_log2, num_heads, smem, bars, one)),
+            (_attend, (results, members, sizes, smem, bars, PACKED, zero)),
+            (_attend, (results, members, sizes, smem, bars, PACKED, one)),
             (_gather, (q + row * 576, kv, indices, length, num_heads, smem, bars)),
         ],
         [4, 4],
@@ -215,27 +251,35 @@ def _sparse_mla_fwd_hopper_kernel(
 def sparse_mla_fwd(
     q: Tensor,
     kv: Tensor,
-    topk_indices: Tensor,
-    lengths: Tensor,
+    selection: Selection,
     softmax_scale: float,
     d_v: int,
 ) -> tuple[Tensor, Tensor]:
-    """As portable_fwd.sparse_mla_fwd, for q [t_q, h, 576] bf16 and d_v = 512 on Hopper."""
+    """As portable_fwd.sparse_mla_fwd, for q [t_q, h, 576] bf16 and d_v = 512 on Hopper.
+
+    The queries of one row of the selection have at most 64 heads together, or there is one.
+    """
     t_q, h, _ = q.shape
     out = q.new_empty(t_q, h, d_v)
     lse = torch.empty(t_q, h, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    _sparse_mla_fwd_hopper_kernel[(t_q, triton.cdiv(h, _HEADS))](
+    rows_per_item = h * selection.queries_per_row
+    packed = selection.members is not None
+    _sparse_mla_fwd_hopper_kernel[(len(selection.lengths), triton.cdiv(rows_per_item, _ROWS))](
         q,
         kv,
-        topk_indices,
-        lengths,
+        selection.indices,
+        selection.members if packed else selection.indices,
+        selection.lengths,
         out,
         lse,
         softmax_scale * 1.4426950408889634,
+        t_q * h,
+        rows_per_item,
         h,
-        topk_indices.shape[1],
+        selection.indices.shape[1],
+        PACKED=packed,
         num_warps=4,
     )
     return out, lse

@@ -1,4 +1,4 @@
-"""Adds the gradients of a tile of keys to memory, in the order that suits the tensor cores."""
+"""Brings the gradients of a tile of keys to memory, in the order that suits the tensor cores."""
 
 import triton
 import triton.language as tl
@@ -31,6 +31,32 @@ def add_grad_keys(grad_rows, acc):
     acc = gl.convert_layout(parts.reshape([64, 64]), _LINES)
     columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _LINES))
     gl.atomic_add(grad_rows[:, None] + columns[None, :], acc, sem="relaxed")
+
+
+_ROWS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
+ROW_ROWS = gl.constexpr(gl.SliceLayout(1, _ROWS))
+
+
+@gluon.jit
+def store_grad_keys(grad_rows, is_row, acc):
+    """Write acc [64, 64], a result of warpgroup_mma, to 64 columns of 64 rows of bf16.
+
+    grad_rows, is_row [64], in the layout ROW_ROWS. To make that cheap, each 32 columns are written
+    in the order 0 1 8 9 16 17 24 25 2 3 10 11 .. 30 31, in which the columns that a thread holds
+    are neighbours. key_sums undoes it.
+    """
+    parts = acc.to(gl.bfloat16).reshape([64, 2, 4, 4, 2]).permute((0, 1, 3, 2, 4))
+    values = gl.convert_layout(parts.reshape([64, 64]), _ROWS)
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, _ROWS))
+    gl.store(grad_rows[:, None] + columns[None, :], values, mask=is_row[:, None])
 
 
 @triton.jit

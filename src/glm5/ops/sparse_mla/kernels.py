@@ -6,17 +6,20 @@ import torch
 from torch import Tensor
 
 from glm5.ops.sparse_mla import portable_bwd, portable_fwd
+from glm5.ops.sparse_mla.selection import Selection, one_by_one
 
 
 class Kernels(Protocol):
     """Forward and backward launchers; portable_fwd and portable_bwd say what they take."""
 
+    def select(self, topk_indices: Tensor, h: int, num_keys: int) -> Selection:
+        """topk_indices [t_q, topk] in the form that the other functions take, for h heads."""
+
     def forward(
         self,
         q: Tensor,
         kv: Tensor,
-        topk_indices: Tensor,
-        lengths: Tensor,
+        selection: Selection,
         softmax_scale: float,
         d_v: int,
     ) -> tuple[Tensor, Tensor]:
@@ -27,20 +30,53 @@ class Kernels(Protocol):
         grad_out: Tensor,
         q: Tensor,
         kv: Tensor,
-        topk_indices: Tensor,
-        lengths: Tensor,
+        selection: Selection,
         out: Tensor,
         lse: Tensor,
         softmax_scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """-> grad_q, grad_kv."""
+        """-> grad_q, grad_kv, whose last bits change from run to run."""
+
+    def backward_rows(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        selection: Selection,
+        out: Tensor,
+        lse: Tensor,
+        softmax_scale: float,
+        grad_q: Tensor,
+        rows: Tensor,
+    ) -> None:
+        """Write grad_q, and each query's terms of its keys' gradients, from each part of the heads.
+
+        rows [rows of the selection, num_row_parts, width, d_qk]; what belongs to no key is
+        arbitrary.
+        """
+
+    def num_row_parts(self, q: Tensor, d_v: int) -> int:
+        """How many programs share the heads of a row of the selection."""
+
+    @property
+    def shuffles_rows(self) -> bool:
+        """Whether backward_rows writes columns in the order of hopper_grad_keys.store_grad_keys."""
 
 
 class PortableKernels:
     """Plain Triton: any size."""
 
+    @staticmethod
+    def select(topk_indices: Tensor, h: int, num_keys: int) -> Selection:
+        """Every query by itself."""
+        del h, num_keys
+        return one_by_one(topk_indices)
+
     forward = staticmethod(portable_fwd.sparse_mla_fwd)
     backward = staticmethod(portable_bwd.sparse_mla_bwd)
+    backward_rows = staticmethod(portable_bwd.sparse_mla_bwd_rows)
+    num_row_parts = staticmethod(portable_bwd.num_head_parts)
+    shuffles_rows = False
 
 
 def choose_kernels(q: Tensor, d_v: int) -> Kernels:

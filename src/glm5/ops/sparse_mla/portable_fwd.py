@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.ops.sparse_mla.portable_tiles import PortableTiles
+from glm5.ops.sparse_mla.selection import Selection
 
 
 @triton.jit
@@ -86,15 +87,13 @@ def _sparse_mla_fwd_kernel(
 def sparse_mla_fwd(
     q: Tensor,
     kv: Tensor,
-    topk_indices: Tensor,
-    lengths: Tensor,
+    selection: Selection,
     softmax_scale: float,
     d_v: int,
 ) -> tuple[Tensor, Tensor]:
     """out = softmax(softmax_scale q . kv[s]) kv[s, :d_v] over the selected keys s, and its lse.
 
-    q [t_q, h, d_qk], kv [t_k, d_qk] one float dtype, topk_indices [t_q, topk] int32,
-    lengths [t_q] int32 from row_lengths, all contiguous
+    q [t_q, h, d_qk], kv [t_k, d_qk] one float dtype, selection one_by_one, all contiguous
     -> out [t_q, h, d_v] in q's dtype, lse [t_q, h] fp32.
     """
     t_q, h, d_qk = q.shape
@@ -106,13 +105,13 @@ def sparse_mla_fwd(
     _sparse_mla_fwd_kernel[(t_q, triton.cdiv(h, tiles.heads))](
         q,
         kv,
-        topk_indices,
-        lengths,
+        selection.indices,
+        selection.lengths,
         out,
         lse,
         softmax_scale * 1.4426950408889634,
         h,
-        topk_indices.shape[1],
+        selection.indices.shape[1],
         d_qk=d_qk,
         d_v=d_v,
         **tiles.launch_options(),

@@ -13,7 +13,13 @@ from glm5.ops.sparse_mla.inputs import check_inputs
 
 
 def sparse_mla(
-    q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    d_v: int,
+    *,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA over selected keys: softmax(softmax_scale q . kv[s]) kv[s, :d_v], s selected.
 
@@ -23,9 +29,11 @@ def sparse_mla(
     (fp64 for fp64 q). A row of all -1 gives out = 0, lse = -inf and zero gradients.
     Differentiable in q and kv, not through lse; computed in fp32 (fp64 for fp64 q). Each chunk
     multiplies all keys between the lowest and the highest selected ones, so kv must be finite.
+    Its sums have one order, so the same inputs always give the same bits, deterministic or not.
     Memory is bounded by a chunk; one host sync per forward and per backward.
     Raises BackendError for shapes and dtypes that do not fit and for indices beyond kv.
     """
+    del deterministic
     check_inputs(q, kv, topk_indices, d_v)
     return _SparseMlaFunction.apply(q, kv, topk_indices, softmax_scale, d_v)
 
