@@ -61,9 +61,13 @@ class LayerBytes:
 def layer_bytes(
     c: Glm5Config, s: Shapes, layout: Layout, work: Workload, *, full: bool, sparse: bool
 ) -> LayerBytes:
-    """Activations of one decoder layer; the selected keys of a full layer are counted apart."""
-    results = s.tokens * s.heads * (BF16 * c.d_v + FP32)
-    attention = _projections(c, s, work) + _core_inputs(c, s) + results
+    """Activations of one decoder layer; the selected keys of a full layer are counted apart.
+
+    The attention core keeps absorbed q, out and lse. A document of at most index_topk tokens takes
+    less, which is not counted.
+    """
+    core = s.tokens * s.heads * (BF16 * (c.d_qk + c.d_v) + FP32)
+    attention = _projections(c, s, work) + BF16 * s.keys * c.d_qk + core
     if full and work.trains_indexer:
         attention += _indexer(c, s)
     if sparse:
@@ -72,7 +76,7 @@ def layer_bytes(
         mlp, passing = _dense_mlp(c, s, layout, work)
     return LayerBytes(
         kept=attention + _mlp_norm(c, s, work, sparse=sparse) + mlp,
-        kept_core=results,
+        kept_core=core,
         kept_mlp=mlp,
         passing=max(passing, _attention_passing(c, s)),
         entry=BF16 * s.shard * c.hidden_size,
@@ -119,11 +123,6 @@ def _projections(c: Glm5Config, s: Shapes, work: Workload) -> int:
     queries = c.qk_head_dim if work.keeps_input("kv_b_proj") else 0
     values = c.v_head_dim if work.keeps_input("o_proj") else 0
     return norms + BF16 * s.tokens * s.heads * (queries + values)
-
-
-def _core_inputs(c: Glm5Config, s: Shapes) -> int:
-    """q and kv of the sparse attention; beside them it keeps its results, out and lse."""
-    return BF16 * c.d_qk * (s.tokens * s.heads + s.keys)
 
 
 def _attention_passing(c: Glm5Config, s: Shapes) -> int:
