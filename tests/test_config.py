@@ -11,7 +11,7 @@ from transformers import GlmMoeDsaConfig
 from glm5.config import Fp8Quantization, Glm5Config
 from glm5.errors import ConfigError
 
-FIXTURES = Path(__file__).parent / "fixtures" / "configs"
+FIXTURES = Path(__file__).parents[1] / "src/glm5/configs"
 ABSENT = object()
 
 

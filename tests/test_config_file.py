@@ -9,7 +9,7 @@ from glm5.config import Glm5Config
 from glm5.config_file import find_config_file, read_config_file
 from glm5.errors import ConfigError
 
-FIXTURES = Path(__file__).parent / "fixtures" / "configs"
+FIXTURES = Path(__file__).parents[1] / "src/glm5/configs"
 GLM52 = (FIXTURES / "glm52.json").read_text()
 
 

@@ -15,7 +15,7 @@ from glm5.checkpoint.tiny import tiny_config
 from glm5.config import Glm5Config
 from glm5.errors import CheckpointError
 
-CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
+CONFIGS = Path(__file__).parents[2] / "src/glm5/configs"
 
 
 class CountingReader:

@@ -12,7 +12,7 @@ from glm5.errors import CheckFailedError, ConfigError
 from tests.cli.conftest import Glm5
 
 SRC = Path(__file__).parents[2] / "src"
-VERBS = ["demo", "tiny", "verify", "convert", "train", "export", "doctor"]
+VERBS = ["demo", "tiny", "verify", "convert", "train", "export", "plan", "doctor"]
 
 LIGHT = """
 import sys
@@ -71,6 +71,9 @@ def test_every_verb_explains_itself_and_reports_as_json(glm5: Glm5, verb: str) -
         ["export", "a", "b"],
         ["export", "a", "b", "--as", "pickle"],
         ["train"],
+        ["plan"],
+        ["plan", "GLM-5.2", "--gpus", "0"],
+        ["plan", "GLM-5.2", "--gpus", "8", "--mode", "some"],
         ["doctor", "--nosuch"],
     ],
 )

@@ -11,7 +11,7 @@ from glm5.config import Glm5Config
 from glm5.errors import LayoutError
 from glm5.model.schedule import check_stages, nearest_split, pipeline_layout, stage_starts
 
-CONFIGS = Path(__file__).parents[1] / "fixtures/configs"
+CONFIGS = Path(__file__).parents[2] / "src/glm5/configs"
 
 
 def tiny() -> Glm5Config:

@@ -30,7 +30,6 @@ def mcore_tensors(model: GPTModel) -> dict[str, Tensor]:
     }
 
 
-@torch.no_grad()
 def load_hf_weights(
     chunks: Sequence[GPTModel],
     reader: TensorReader,
@@ -55,6 +54,23 @@ def load_hf_weights(
     left_out = set(unused)
     sources = [name for name in reader.names() if name not in left_out]
     check_total(rules, sources, _names_on_all_ranks(targets))
+    fill_targets(targets, rules, reader, exact=exact, progress=progress)
+
+
+@torch.no_grad()
+def fill_targets(
+    targets: dict[str, Tensor],
+    rules: Iterable[Rule],
+    reader: TensorReader,
+    *,
+    exact: bool = False,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Reads the parts of `targets`, this rank's `mcore_tensors`, and of nothing else.
+
+    Raises:
+        CheckpointError: a source cannot be cut for this rank, or is of another shape.
+    """
     for rule in rules:
         target = targets.get(rule.mcore_name)
         if target is None:
@@ -84,9 +100,10 @@ def _names_on_all_ranks(targets: Iterable[str]) -> set[str]:
 
 def _load_part(rule: Rule, reader: TensorReader, target: Tensor) -> Tensor:
     """This rank's part of a tensor; experts are cut over ranks of their own."""
-    if not getattr(target, "tensor_model_parallel", False):
+    dim = partition_dim(target)
+    if dim is None:
         return rule.load(reader)
-    if ".experts." in rule.mcore_name:
+    if is_expert(rule.mcore_name):
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -94,8 +111,20 @@ def _load_part(rule: Rule, reader: TensorReader, target: Tensor) -> Tensor:
         reader,
         tp_rank=group.rank(),
         tp_size=group.size(),
-        partition_dim=target.partition_dim,  # type: ignore[attr-defined]
+        partition_dim=dim,
     )
+
+
+def partition_dim(target: Tensor) -> int | None:
+    """The dimension along which tensor-parallel ranks cut a tensor, None where all have it."""
+    if not getattr(target, "tensor_model_parallel", False):
+        return None
+    return int(target.partition_dim)  # type: ignore[attr-defined]
+
+
+def is_expert(mcore_name: str) -> bool:
+    """Whether a tensor is a routed expert's, whose tensor-parallel ranks are others."""
+    return ".experts." in mcore_name
 
 
 def _check_kept(rule: Rule, reader: TensorReader, source: Tensor, target: Tensor) -> None:

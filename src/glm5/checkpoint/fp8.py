@@ -199,7 +199,9 @@ def _scale_blocks(
 ) -> Tensor:
     """Multiply by block scales, where the weight starts `offset` inside the first block."""
     rows, columns = block
-    out = torch.empty(weight.shape, dtype=dtype)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    if weight.is_meta:
+        return out
     num_columns = weight.shape[1]
     # One row of blocks at a time: the fp32 copies stay small beside the weight.
     for i, row_scale in enumerate(scale):

@@ -48,6 +48,13 @@ class Form(StrEnum):
     HF = "hf"
 
 
+class Mode(StrEnum):
+    """What trains."""
+
+    LORA = "lora"
+    FULL = "full"
+
+
 @app.command()
 def demo(
     folder: Annotated[
@@ -141,6 +148,49 @@ def export(
     from glm5.cli.export import run_export
 
     run_export(ckpt_dir, out_dir, form.value, json=json)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder, config.json, or a name such as GLM-5.2.")
+    ],
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="List the layouts of so many GPUs.")
+    ] = None,
+    gpu_memory_gib: Annotated[float, typer.Option(min=1, help="Memory of one GPU.")] = 141.0,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a packed row.")] = 8192,
+    mode: Annotated[Mode, typer.Option(help="What trains.")] = Mode.LORA,
+    layout: Annotated[
+        str | None, typer.Option(metavar="tp=8,pp=4,ep=32", help="Explain this layout.")
+    ] = None,
+    layers_per_stage: Annotated[
+        str | None, typer.Option(metavar="18,20,...", help="Decoder layers of each stage.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Build every rank's shard, without memory.")
+    ] = False,
+    mtp: Annotated[bool, typer.Option("--mtp", help="Dry run: with the MTP layer.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="RUN.toml", help="Write the best layout as a run file.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Choose, explain or dry-run a parallel layout; needs neither a GPU nor the weights."""
+    from glm5.cli.plan import PlanOptions, run_plan
+
+    options = PlanOptions(
+        gpus=gpus,
+        gpu_memory_gib=gpu_memory_gib,
+        seq_len=seq_len,
+        mode=mode.value,
+        layout=layout,
+        layers_per_stage=layers_per_stage,
+        dry_run=dry_run,
+        mtp=mtp,
+        out=out,
+    )
+    raise typer.Exit(run_plan(model, options, json=json))
 
 
 @app.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
@@ -16,20 +18,22 @@ def build_chunks(config: Glm5TransformerConfig) -> list[GPTModel]:
 
 
 def _build(config: Glm5TransformerConfig, vp_stage: int | None) -> GPTModel:
-    glm5 = config.glm5
+    glm5, device = config.glm5, build_device(config)
     position = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=decoder_spec(config, vp_stage),
-        vocab_size=glm5.vocab_size,
-        max_sequence_length=glm5.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(**position),
-        post_process=parallel_state.is_pipeline_last_stage(**position),
-        # the attention layer applies its own rope
-        position_embedding_type="none",
-        share_embeddings_and_output_weights=False,
-        mtp_block_spec=mtp_spec(config) if config.mtp_num_layers else None,
-        vp_stage=vp_stage,
-    )
+    # without memory of its own nothing may be made elsewhere first
+    with device if device.type == "meta" else nullcontext():
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=decoder_spec(config, vp_stage),
+            vocab_size=glm5.vocab_size,
+            max_sequence_length=glm5.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**position),
+            post_process=parallel_state.is_pipeline_last_stage(**position),
+            # the attention layer applies its own rope
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=False,
+            mtp_block_spec=mtp_spec(config) if config.mtp_num_layers else None,
+            vp_stage=vp_stage,
+        )
     # Megatron makes the routers on the CPU and moves them in their first forward
-    return model.to(build_device(config))
+    return model.to(device)

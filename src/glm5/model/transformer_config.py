@@ -51,7 +51,9 @@ class Glm5TransformerConfig(MLATransformerConfig):
 
 
 def build_device(config: MLATransformerConfig) -> torch.device:
-    """Where modules built from `config` put their parameters."""
+    """Where modules built from `config` put their parameters; meta: shapes without memory."""
+    if config.init_model_with_meta_device:
+        return torch.device("meta")
     if config.use_cpu_initialization:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -193,7 +195,8 @@ def _execution(device: torch.device, dtype: torch.dtype, layout: Layout) -> dict
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "use_cpu_initialization": device.type == "cpu",
+        "use_cpu_initialization": device.type != "cuda",
+        "init_model_with_meta_device": device.type == "meta",
         # every parameter is loaded, and loading checks that every parameter was
         "perform_initialization": False,
         "tensor_model_parallel_size": layout.tp,

@@ -106,16 +106,18 @@ def _init_process_group(device: torch.device) -> None:
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
-def _init_parallel_state(layout: Layout) -> None:
-    from megatron.core import parallel_state
+def check_world_size(layout: Layout, world_size: int) -> None:
+    """Whether so many processes can take the layout.
 
+    Raises:
+        LayoutError: the sizes do not divide the world, or exclude each other.
+    """
     if layout.vpp > 1 and layout.pp == 1:
         raise LayoutError(
             "stages cannot be interleaved on one pipeline rank",
             got=f"vpp {layout.vpp} with pp 1",
             remedy="raise pp, or set vpp to 1",
         )
-    world_size = dist.get_world_size()
     model_size = layout.tp * layout.pp * layout.cp
     if world_size % model_size or world_size % (layout.ep * layout.etp * layout.pp):
         raise LayoutError(
@@ -124,6 +126,12 @@ def _init_parallel_state(layout: Layout) -> None:
             expected="tp*pp*cp and ep*etp*pp each divide the number of processes",
             remedy="start another number of processes or change the layout",
         )
+
+
+def _init_parallel_state(layout: Layout) -> None:
+    from megatron.core import parallel_state
+
+    check_world_size(layout, dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -131,6 +139,8 @@ def _init_parallel_state(layout: Layout) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        # a world that is only simulated has no peers for them
+        create_gloo_process_groups=dist.get_backend() != dist.Backend.FAKE,
     )
 
 

@@ -1,0 +1,210 @@
+"""`glm5 plan`: layouts before any GPU is paid for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from glm5.cli.output import Output
+from glm5.config import Glm5Config
+from glm5.errors import CheckFailedError, ConfigError
+from glm5.model.schedule import stage_starts
+from glm5.plan.hardware import GIB
+from glm5.plan.layouts import Placement, parse_layout, place, smallest_world
+from glm5.plan.memory import Kind
+from glm5.plan.models import read_model
+from glm5.plan.planner import Candidate, best, best_recompute, candidates
+from glm5.plan.recipe import recipe
+from glm5.plan.workload import Mode, Workload
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The options of the command."""
+
+    gpus: int | None
+    gpu_memory_gib: float
+    seq_len: int
+    mode: Mode
+    layout: str | None
+    layers_per_stage: str | None
+    dry_run: bool
+    mtp: bool
+    out: Path | None
+
+
+def run_plan(model: str, options: PlanOptions, *, json: bool) -> int:
+    """Lists layouts, explains one, or dry-runs it; returns the exit code.
+
+    Raises:
+        ConfigError, LayoutError: as in training. CheckFailedError: a dry run found a mistake.
+    """
+    output = Output(json)
+    name, glm5 = read_model(model)
+    work = Workload(mode=options.mode, seq_len=options.seq_len, mtp=options.mtp)
+    if options.layout is None:
+        return _choose(output, name, glm5, work, options)
+    layout = parse_layout(options.layout)
+    split = _split(options.layers_per_stage)
+    placed = place(glm5, layout, options.gpus or smallest_world(layout), work, split)
+    if options.dry_run:
+        return _dry_run(output, glm5, placed, include_mtp=options.mtp)
+    candidate = best_recompute(glm5, placed, work, options.gpu_memory_gib)
+    _explain(output, candidate, options.gpu_memory_gib)
+    return _finish(output, name, [candidate], options)
+
+
+def _choose(
+    output: Output, name: str, glm5: Glm5Config, work: Workload, options: PlanOptions
+) -> int:
+    if options.gpus is None or options.dry_run or options.layers_per_stage is not None:
+        raise ConfigError(
+            "there is nothing to plan for",
+            expected="--gpus N to choose a layout, or --layout tp=8,pp=4,ep=32 to look at one",
+            remedy="--dry-run and --layers-per-stage go with --layout",
+        )
+    found = candidates(glm5, options.gpus, work, options.gpu_memory_gib)
+    if not found:
+        raise ConfigError(
+            "this model has no layout on so many GPUs",
+            got=f"{options.gpus} GPUs",
+            expected="a number that tp, pp and ep divide",
+            remedy="try a multiple of 8",
+        )
+    output.table(
+        f"{name}, {work.mode}, {work.seq_len:,} tokens per row, {options.gpus} GPUs: "
+        f"the best {min(_SHOWN, len(found))} of {len(found)} layouts",
+        ("layout", "recompute", "GiB of tensors", "GiB needed", "tokens/s at most", "fits"),
+        [_row(candidate, options.gpu_memory_gib) for candidate in found[:_SHOWN]],
+    )
+    return _finish(output, name, found, options)
+
+
+def _finish(output: Output, name: str, found: Sequence[Candidate], options: PlanOptions) -> int:
+    """Writes the recipe of the best one, and says how that went."""
+    chosen = best(found, options.gpu_memory_gib)
+    if chosen is not None and options.out is not None:
+        options.out.write_text(recipe(name, chosen), encoding="utf-8")
+    if output.as_json:
+        output.result(
+            {
+                "model": name,
+                "layouts": [_figures(candidate, options.gpu_memory_gib) for candidate in found],
+                "best": None if chosen is None else _figures(chosen, options.gpu_memory_gib),
+                "recipe": str(options.out) if chosen is not None and options.out else None,
+            }
+        )
+    elif chosen is not None:
+        told = {"best": f"{_spell(chosen.place)}, recompute {chosen.work.recompute}"}
+        if options.out is not None:
+            told["recipe"] = str(options.out)
+        output.result(told)
+    if chosen is not None:
+        return 0
+    least = min(found, key=lambda candidate: candidate.needed)
+    output.say(
+        f"none fits into {options.gpu_memory_gib:g} GiB: {_spell(least.place)} needs least, "
+        f"{least.needed / GIB:.0f} GiB per GPU; use more GPUs or shorter rows"
+    )
+    return CheckFailedError.exit_code
+
+
+def _explain(output: Output, candidate: Candidate, gpu_memory_gib: float) -> None:
+    split, pp = candidate.place.layers_per_stage, candidate.place.layout.pp
+    spans = [
+        f"{start}-{start + n - 1}" for start, n in zip(stage_starts(split), split, strict=True)
+    ]
+    rows = []
+    for rank, figures in enumerate(candidate.stages):
+        indexer = " ".join(_letters(chunk, 0, "sF") for chunk in figures.stage.chunks)
+        mlp = " ".join(_letters(chunk, 1, "dM") for chunk in figures.stage.chunks)
+        memory = [f"{value / GIB:.1f}" for value in asdict(figures.memory).values()]
+        peak = f"{figures.memory.peak / GIB:.1f}"
+        milliseconds = f"{figures.seconds.total * 1e3:.0f}"
+        layers = ", ".join(spans[rank::pp])
+        rows.append((rank, layers, f"{indexer}\n{mlp}", *memory, peak, milliseconds))
+    output.table(
+        f"{_spell(candidate.place)}, recompute {candidate.work.recompute}: GiB per GPU "
+        "(F full, s shared indexer; d dense, M mixture of experts)",
+        ("pp", "layers", "kinds", "weights", "gradients", "optimizer", "activations",
+         "buffers", "transient", "peak", "ms"),
+        rows,
+    )  # fmt: skip
+    output.say(
+        f"{candidate.needed / GIB:.1f} of {gpu_memory_gib:g} GiB needed on the fullest GPU; "
+        f"at most {candidate.tokens_per_second:,.0f} tokens/s on {candidate.place.gpus} GPUs"
+    )
+
+
+def _letters(chunk: Sequence[Kind], index: int, letters: str) -> str:
+    return "".join(letters[kind[index]] for kind in chunk)
+
+
+def _dry_run(output: Output, glm5: Glm5Config, placed: Placement, *, include_mtp: bool) -> int:
+    from glm5.cli.progress import shard_progress
+    from glm5.plan.dry_run import dry_run
+
+    with shard_progress(quiet=output.as_json) as progress:
+        done = dry_run(
+            glm5,
+            placed.layout,
+            include_mtp=include_mtp,
+            layers_per_stage=placed.layers_per_stage,
+            progress=progress,
+        )
+    output.say(
+        f"{placed.gpus} ranks hold {done.num_shards} distinct shards; together they read each of "
+        f"{done.num_tensors:,} tensors ({done.num_elements:,} weights) exactly once per replica, "
+        "and make each again"
+    )
+    if done.num_left_out:
+        output.say(f"{done.num_left_out:,} tensors of the MTP layer are left out (--mtp: not)")
+    output.result({"ok": True, **asdict(done)} if output.as_json else {"verdict": "exact"})
+    return 0
+
+
+def _split(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            "--layers-per-stage is not a list of numbers", got=text, expected="such as 18,20,20,20"
+        ) from None
+
+
+def _spell(placed: Placement) -> str:
+    axes = asdict(placed.layout) | {"dp": placed.dp}
+    return " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "one rank"
+
+
+def _row(candidate: Candidate, gpu_memory_gib: float) -> tuple[Any, ...]:
+    return (
+        _spell(candidate.place),
+        candidate.work.recompute,
+        f"{candidate.peak / GIB:.1f}",
+        f"{candidate.needed / GIB:.1f}",
+        f"{candidate.tokens_per_second:,.0f}",
+        "yes" if candidate.fits(gpu_memory_gib) else "no",
+    )
+
+
+def _figures(candidate: Candidate, gpu_memory_gib: float) -> dict[str, Any]:
+    return {
+        "layout": asdict(candidate.place.layout) | {"dp": candidate.place.dp},
+        "layers_per_stage": list(candidate.place.layers_per_stage),
+        "recompute": candidate.work.recompute,
+        "fits": candidate.fits(gpu_memory_gib),
+        "peak_bytes": candidate.peak,
+        "needed_bytes": round(candidate.needed),
+        "tokens_per_second_at_most": candidate.tokens_per_second,
+        "stages": [
+            {"memory_bytes": asdict(figures.memory), "seconds": asdict(figures.seconds)}
+            for figures in candidate.stages
+        ],
+    }

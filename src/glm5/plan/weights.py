@@ -1,0 +1,150 @@
+"""How many weights a rank holds, by kind of layer, and how many of them train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from glm5.config import Glm5Config
+from glm5.plan.workload import Workload
+from glm5.runtime.distributed import Layout
+
+# How the ranks share a weight: its outputs, its inputs, or not at all.
+Split = Literal["column", "row", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight [rows, columns]; a vector has one column. Of experts there are `experts`."""
+
+    name: str
+    rows: int
+    columns: int
+    split: Split
+    experts: int = 0
+    """Routed experts are shared out over ep and cut over etp; all else is cut over tp."""
+
+    def count(self, layout: Layout) -> int:
+        """Of such weights on one rank."""
+        return self.experts // layout.ep if self.experts else 1
+
+    def cut(self, layout: Layout) -> int:
+        """Ranks that share one such weight."""
+        if self.split == "whole":
+            return 1
+        return layout.etp if self.experts else layout.tp
+
+    def elements(self, layout: Layout) -> int:
+        """Of this rank."""
+        return self.rows * self.columns * self.count(layout) // self.cut(layout)
+
+    def adapter_elements(self, layout: Layout, rank: int) -> int:
+        """Of this rank's A [rank, columns] and B [rows, rank]: one is cut as the weight is."""
+        columns = self.columns // (self.cut(layout) if self.split == "row" else 1)
+        rows = self.rows // (self.cut(layout) if self.split == "column" else 1)
+        return rank * (rows + columns) * self.count(layout)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Weights of one rank: in all, and those that train (adapters included in both)."""
+
+    total: int
+    trained: int
+    experts: int
+    """Of those that train, the routed experts'."""
+    largest: int
+    """The largest single tensor that trains."""
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(
+            self.total + other.total,
+            self.trained + other.trained,
+            self.experts + other.experts,
+            max(self.largest, other.largest),
+        )
+
+    def times(self, count: int) -> Elements:
+        """Of so many equal layers."""
+        return Elements(
+            self.total * count, self.trained * count, self.experts * count, self.largest
+        )
+
+
+NOTHING = Elements(0, 0, 0, 0)
+
+
+def elements(weights: Iterable[Weight], layout: Layout, work: Workload) -> Elements:
+    """What these weights come to on one rank."""
+    found = NOTHING
+    for weight in weights:
+        own, trained = weight.elements(layout), 0
+        if work.mode == "full":
+            trained = own
+        elif weight.name in work.targets:
+            trained = weight.adapter_elements(layout, work.adapter_rank)
+            own += trained
+        one = trained // weight.count(layout)
+        found += Elements(own, trained, trained if weight.experts else 0, one)
+    return found
+
+
+def embedding_weights(c: Glm5Config) -> list[Weight]:
+    """Of the first stage."""
+    return [Weight("embed_tokens", c.vocab_size, c.hidden_size, "column")]
+
+
+def head_weights(c: Glm5Config) -> list[Weight]:
+    """Of the last stage."""
+    return [_norm("norm", c.hidden_size), Weight("lm_head", c.vocab_size, c.hidden_size, "column")]
+
+
+def layer_weights(c: Glm5Config, *, full: bool, sparse: bool) -> list[Weight]:
+    """Of one decoder layer, of either kind of indexer and MLP."""
+    norms = [_norm("input_layernorm", c.hidden_size), _norm("post_layernorm", c.hidden_size)]
+    mlp = _sparse_mlp(c) if sparse else _gated_mlp(c.hidden_size, c.intermediate_size)
+    return [*norms, *_attention(c), *(_indexer(c) if full else []), *mlp]
+
+
+def mtp_weights(c: Glm5Config) -> list[Weight]:
+    """Of one MTP layer, which has an embedding of its own on a last stage that is not the first."""
+    extras = [_norm(name, c.hidden_size) for name in ("enorm", "hnorm", "shared_head_norm")]
+    projection = Weight("eh_proj", c.hidden_size, 2 * c.hidden_size, "column")
+    return [*layer_weights(c, full=True, sparse=True), *extras, projection]
+
+
+def _attention(c: Glm5Config) -> Iterator[Weight]:
+    heads = c.num_attention_heads
+    yield Weight("q_a_proj", c.q_lora_rank, c.hidden_size, "whole")
+    yield _norm("q_a_layernorm", c.q_lora_rank)
+    yield Weight("q_b_proj", heads * c.qk_head_dim, c.q_lora_rank, "column")
+    yield Weight("kv_a_proj_with_mqa", c.d_qk, c.hidden_size, "whole")
+    yield _norm("kv_a_layernorm", c.kv_lora_rank)
+    kv_rows = heads * (c.qk_nope_head_dim + c.v_head_dim)
+    yield Weight("kv_b_proj", kv_rows, c.kv_lora_rank, "column")
+    yield Weight("o_proj", c.hidden_size, heads * c.v_head_dim, "row")
+
+
+def _indexer(c: Glm5Config) -> Iterator[Weight]:
+    yield Weight("wq_b", c.index_n_heads * c.index_head_dim, c.q_lora_rank, "whole")
+    yield Weight("wk", c.index_head_dim, c.hidden_size, "whole")
+    yield _norm("k_norm", 2 * c.index_head_dim)
+    yield Weight("weights_proj", c.index_n_heads, c.hidden_size, "whole")
+
+
+def _sparse_mlp(c: Glm5Config) -> Iterator[Weight]:
+    yield Weight("gate", c.n_routed_experts, c.hidden_size, "whole")
+    for weight in _gated_mlp(c.hidden_size, c.moe_intermediate_size):
+        yield replace(weight, experts=c.n_routed_experts)
+    yield from _gated_mlp(c.hidden_size, c.moe_intermediate_size * c.n_shared_experts)
+
+
+def _gated_mlp(hidden: int, width: int) -> Iterator[Weight]:
+    yield Weight("gate_proj", width, hidden, "column")
+    yield Weight("up_proj", width, hidden, "column")
+    yield Weight("down_proj", hidden, width, "row")
+
+
+def _norm(name: str, size: int) -> Weight:
+    return Weight(name, size, 1, "whole")

@@ -1,0 +1,82 @@
+"""`glm5 plan`: layouts listed, one explained, one dry-run; a recipe that trains; bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from glm5.train.run_config import RunConfig
+from tests.cli.conftest import Glm5
+from tests.parallel.processes import run_ranks
+from tests.plan.jobs import run_command
+from tests.tiny_models import TinyFolder
+
+
+def test_the_best_layout_becomes_a_recipe(glm5: Glm5, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    result = glm5("plan", "GLM-5.2", "--gpus", 16, "--gpu-memory-gib", 180, "--out", path, "--json")
+    assert result.exit_code == 0
+    found = result.json
+    best = found["best"]
+    assert best == found["layouts"][0] and best["fits"] and found["recipe"] == str(path)
+    run = RunConfig.from_toml(path)
+    assert run.layout.ep == best["layout"]["ep"] and run.layout.pp == best["layout"]["pp"]
+    assert run.model.recompute == best["recompute"]
+    peaks = [sum(stage["memory_bytes"].values()) for stage in best["stages"]]
+    assert max(peaks) == best["peak_bytes"] < best["needed_bytes"] <= 180 * 2**30
+
+
+def test_the_list_says_what_fits(glm5: Glm5) -> None:
+    result = glm5("plan", "GLM-5.2", "--gpus", 16, "--gpu-memory-gib", 180)
+    assert result.exit_code == 0
+    assert "tokens/s at most" in result.out and "best: " in result.out
+
+
+def test_nothing_fits(glm5: Glm5, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    result = glm5("plan", "GLM-5.2", "--gpus", 2, "--out", path)
+    assert result.exit_code == 1
+    assert "none fits into 141 GiB" in result.out and "use more GPUs" in result.out
+    assert not path.exists()
+
+
+def test_a_layout_is_drawn(glm5: Glm5) -> None:
+    split = "18,20,20,20"
+    result = glm5("plan", "GLM-5.2", "--layout", "pp=4,ep=16", "--layers-per-stage", split)
+    assert result.exit_code == 0
+    assert "FFFsssFsssFsssFsss" in result.out and "dddMMMMMMMMMMMMMMM" in result.out
+    assert "FsssFsssFsssFsssFsss" in result.out and "58-77" in result.out
+    assert "64 GPUs" in result.out
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--layout", "tp=3"], "num_attention_heads does not divide"),
+        (["--layout", "pp=4", "--layers-per-stage", "20,20,20,18"], "starts on layer 20"),
+        (["--layout", "pp=4", "--layers-per-stage", "x"], "not a list of numbers"),
+        (["--layout", "vpp=2"], "cannot be interleaved on one pipeline rank"),
+        (["--layout", "pp=4", "--layers-per-stage", "40,38"], "4 positive numbers"),
+        (["--layout", "tp=8", "--gpus", "12"], "does not divide the processes"),
+        (["--layout", "rank=8"], "this is not a layout"),
+        (["--gpus", "8", "--dry-run"], "nothing to plan for"),
+        ([], "nothing to plan for"),
+    ],
+)
+def test_why_a_bad_one_is_bad(glm5: Glm5, args: list[str], text: str) -> None:
+    result = glm5("plan", "GLM-5.2", *args)
+    assert result.exit_code == 2
+    assert text in result.err and result.out == ""
+
+
+def test_an_unknown_model(glm5: Glm5, tmp_path: Path) -> None:
+    result = glm5("plan", tmp_path / "nosuch", "--gpus", 8)
+    assert result.exit_code == 2 and "nosuch" in result.err
+
+
+def test_a_dry_run_reports(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    arguments = [str(tiny_folder("5.2")), "--layout", "tp=2,pp=2", "--gpus", "8", "--dry-run"]
+    ((code, out),) = run_ranks(tmp_path, 1, run_command, [*arguments, "--json"])
+    assert code == "0"
+    found = json.loads(out)
+    assert found["ok"] and found["num_shards"] == 4 and found["num_left_out"] > 0

@@ -1,0 +1,61 @@
+"""Weights counted from a configuration: those of the published models, and of every real shard."""
+
+from typing import Any
+
+import pytest
+
+from glm5.checkpoint.tiny import tiny_config
+from glm5.config import Glm5Config
+from glm5.lora.attach import LoraSpec, attach_lora
+from glm5.plan.memory import stage_elements, stages_of
+from glm5.plan.models import read_model
+from glm5.plan.weights import Elements, Weight
+from glm5.plan.workload import Workload
+from glm5.runtime.distributed import Layout
+
+ALL = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj")
+ALL = (*ALL, "down_proj", "wq_b", "wk", "weights_proj")
+FULL = Workload(mode="full")
+
+
+def whole(glm5: Glm5Config, work: Workload = FULL) -> Elements:
+    (stage,) = stages_of(glm5, [glm5.num_hidden_layers], 1)
+    return stage_elements(glm5, stage, Layout(), work)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"), [("GLM-5", 743_911_199_232), ("zai-org/glm-5.2-fp8", 743_377_000_704)]
+)
+def test_the_published_models(model: str, count: int) -> None:
+    """Megatron-Bridge's model cards give these counts, without the MTP layer."""
+    _, glm5 = read_model(model)
+    assert whole(glm5).total == whole(glm5).trained == count
+
+
+@pytest.mark.parametrize("targets", [("o_proj",), ("gate_proj",), ALL])
+def test_adapters_are_those_that_are_attached(targets: tuple[str, ...]) -> None:
+    from glm5.checkpoint.load import build_for
+
+    glm5 = Glm5Config.from_hf_dict(tiny_config("5.2"))
+    (model,) = build_for(glm5, device="cpu")
+    attach_lora(model, LoraSpec(adapter_rank=3, adapter_alpha=6.0, targets=targets), seed=0)
+    found = whole(glm5, Workload(adapter_rank=3, targets=targets))
+    assert found.total == sum(p.numel() for p in model.parameters())
+    assert found.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("split", "experts", "own", "adapter"),
+    [
+        ("column", 0, 8 * 12 // 3, 2 * (8 // 2 + 12)),
+        ("row", 0, 8 * 12 // 3, 2 * (8 + 12 // 2)),
+        ("whole", 0, 8 * 12, 2 * (8 + 12)),
+        ("column", 12, 3 * 8 * 12 // 2, 3 * 2 * (8 // 2 + 12)),
+        ("row", 12, 3 * 8 * 12 // 2, 3 * 2 * (8 + 12 // 2)),
+    ],
+)
+def test_the_share_of_a_rank(split: Any, experts: int, own: int, adapter: int) -> None:
+    """tp and etp cut one factor of an adapter; ep 4 leaves three of twelve experts."""
+    weight = Weight("x", 8, 12, split, experts)
+    assert weight.elements(Layout(tp=3, ep=4, etp=2)) == own
+    assert weight.adapter_elements(Layout(tp=2, ep=4, etp=2), 2) == adapter
