@@ -265,6 +265,8 @@ def selections_when_shared(jobs: list[Job]) -> list[Tensor]:
     for job in jobs:
         loop = start(job)
         indexer = loop.state.chunks[0].module.decoder.layers[0].self_attention.indexer
+        # a selection of every query, short documents too
+        indexer.observed = True
         taken: list[Tensor] = []
         indexer.register_forward_hook(lambda module, args, out, taken=taken: taken.append(out[0]))
         loop._step(1)
