@@ -22,8 +22,9 @@ env: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/glm5 demo demo
 
+# Two workers of one thread each: tiny models are too small for threads to share.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check

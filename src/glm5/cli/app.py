@@ -223,7 +223,7 @@ def run() -> None:
 
     quiet_libraries()
     # as Ctrl-C does, so that whatever is half written is removed on the way out
-    signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         app()
     except Glm5Error as error:
@@ -235,6 +235,7 @@ def run() -> None:
         sys.exit(Glm5Error.exit_code)
     finally:
         _shut_down()
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
