@@ -15,7 +15,7 @@ IS_312 := -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'
 .PHONY: help env demo test lint check
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 env: $(STAMP)
 
