@@ -1,7 +1,8 @@
 # make demo   set up everything and run the whole job on a tiny model
-# make test   set up everything and run the tests that need no GPU
+# make test   set up everything and run the tests that need no GPU, but for those of layouts
+# make test-layouts   the tests of parallel layouts: several CPU processes each
 # make lint   style, format and types
-# make check  lint and test
+# make check  lint and all tests
 # make env    the environment .venv alone
 
 SHELL := /bin/bash
@@ -12,7 +13,7 @@ PYTHON ?=
 IS_312 := -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint check
+.PHONY: help env demo test test-layouts lint check
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -24,14 +25,17 @@ demo: $(STAMP)
 
 # Two workers of one thread each: tiny models are too small for threads to share.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/parallel
+
+test-layouts: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parallel
 
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-check: lint test
+check: lint test-layouts test
 
 # Runs again only when what is to be installed has changed.
 $(STAMP): pyproject.toml constraints.txt
