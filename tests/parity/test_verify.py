@@ -211,8 +211,9 @@ def indexer_rope_half_split(model: GPTModel, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def indexer_rope_on_the_last_dims(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rope_last(self: LightningIndexer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rope_last(self: LightningIndexer, x: Tensor, row: TokenRow) -> Tensor:
         rope_dim = self.config.glm5.qk_rope_head_dim
+        cos, sin = rope_cos_sin(row.positions, rope_dim, self.config.glm5.rope_theta)
         passed, rotated = x.split([x.shape[-1] - rope_dim, rope_dim], dim=-1)
         return torch.cat([passed, apply_rope(rotated, cos, sin, interleaved=True)], dim=-1)
 

@@ -33,7 +33,8 @@ def test_what_the_run_says_of_the_model_reaches_it(tiny_folder: TinyFolder, tmp_
     folder = tiny_folder("5")
     for wanted in (False, True):
         run = run_config(folder, tmp_path, model={"deterministic_attention": wanted})
-        assert build_trainable(run, folder).config.deterministic_attention is wanted
+        (model,) = build_trainable(run, folder)
+        assert model.config.deterministic_attention is wanted
 
 
 @pytest.mark.parametrize("lora", [True, False])
