@@ -65,7 +65,7 @@ def test_models_of_any_number_of_mtp_layers_train_in_one_process(counts: tuple[i
 
 def mtp_model(count: int) -> GPTModel:
     raw = tiny_config("5") | {"num_nextn_predict_layers": count}
-    model = build_for(Glm5Config.from_hf_dict(raw), dtype="float32", include_mtp=True)
+    (model,) = build_for(Glm5Config.from_hf_dict(raw), dtype="float32", include_mtp=True)
     generator = torch.Generator().manual_seed(count)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
