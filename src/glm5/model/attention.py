@@ -198,7 +198,7 @@ class DSASelfAttention(MegatronModule):
         return in_order(self.linear_kv_up_proj.expand_output(tokens_to_heads(out_latent))), lse
 
     def _dense(self, q: Tensor, kv: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """Over all keys of documents of these lengths: out [t, h, v_head_dim]."""
+        """Over all keys of documents of these lengths: out [t, h / tp, v_head_dim]."""
         glm5 = self.config.glm5
         kv_latent, k_rope = kv.split([glm5.kv_lora_rank, glm5.qk_rope_head_dim], dim=-1)
         k_nope, v = self.linear_kv_up_proj.expand_latent(kv_latent)

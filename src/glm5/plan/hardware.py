@@ -21,8 +21,6 @@ NETWORK_BYTES_PER_S = 50e9
 # Datasheet: an HGX or DGX H200 has eight GPUs on one NVLink switch.
 GPUS_PER_NODE = 8
 
-DEFAULT_GPU_MEMORY_GIB = 141.0
-
 # What a GPU must have beside live tensors (docs/performance.md, "Predicted memory"): blocks of
 # torch's allocator that no tensor fills, at most 1.8 % where memory ran out, and what it does not
 # see (the CUDA context, kernels, NCCL), 3.2 GiB on one GPU and up to 5.6 GiB on two.

@@ -107,13 +107,6 @@ def layer_weights(c: Glm5Config, *, full: bool, sparse: bool) -> list[Weight]:
     return [*norms, *_attention(c), *(_indexer(c) if full else []), *mlp]
 
 
-def mtp_weights(c: Glm5Config) -> list[Weight]:
-    """Of one MTP layer, which has an embedding of its own on a last stage that is not the first."""
-    extras = [_norm(name, c.hidden_size) for name in ("enorm", "hnorm", "shared_head_norm")]
-    projection = Weight("eh_proj", c.hidden_size, 2 * c.hidden_size, "column")
-    return [*layer_weights(c, full=True, sparse=True), *extras, projection]
-
-
 def _attention(c: Glm5Config) -> Iterator[Weight]:
     heads = c.num_attention_heads
     yield Weight("q_a_proj", c.q_lora_rank, c.hidden_size, "whole")
