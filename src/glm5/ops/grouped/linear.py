@@ -1,0 +1,29 @@
+"""The grouped linear, by whichever implementation serves the tensors' device."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from glm5.ops.grouped.inputs import GroupedPair, check_inputs
+from glm5.ops.grouped.reference import grouped_linear_reference
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    pairs: Sequence[GroupedPair | None] = (),
+    pair_input: Tensor | None = None,
+) -> Tensor:
+    """y_i = W_g x_i, and + scale B_g A_g x_i, for each row i of group g (arXiv 2106.09685).
+
+    x [t, in_features]; weight [n, out_features, in_features]; ends [n] int32 on the device of x:
+    group g has the rows ends[g - 1] .. ends[g], none if they are equal, and ends[n - 1] = t. The
+    host does not read `ends` on a GPU. pairs: nothing, or one entry for each equal part of the
+    out_features, in order, None where a part has no pair. pair_input [t, in_features]: what the
+    pairs see in place of x (dropout) -> y [t, out_features], in the dtype of x. Differentiable in
+    x, pair_input, weight, and both factors of every pair; a factor shared by all groups gets the
+    sum over groups; an empty group gets zeros.
+    """
+    check_inputs(x, weight, ends, pairs, pair_input)
+    return grouped_linear_reference(x, weight, ends, pairs, pair_input)
