@@ -1,6 +1,7 @@
 """The grouped linear as a loop over groups: what every other implementation must equal."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ def grouped_linear_reference(
     assert edges[-1] == len(x), f"ends say {edges[-1]} rows, x has {len(x)}"
     seen = x if pair_input is None else pair_input
     parts = []
-    for group, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
+    for group, (first, last) in enumerate(pairwise(edges)):
         y = F.linear(x[first:last], weight[group])
         parts.append(y + _delta(seen[first:last], pairs, group) if any(pairs) else y)
     return torch.cat(parts)
