@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from glm5.errors import BackendError
 from glm5.ops.sparse_mla.inputs import check_inputs
-from glm5.ops.sparse_mla.kernels import choose_kernels
+from glm5.ops.sparse_mla.kernels import Kernels, choose_kernels
 from glm5.ops.sparse_mla.repeatable import repeatable_bwd
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,13 +45,32 @@ def sparse_mla(
             expected=_DTYPES,
             remedy='use the backend "torch"',
         )
-    return _SparseMlaFunction.apply(q, kv, topk_indices, softmax_scale, d_v, deterministic)
+    kernels = choose_kernels(q, d_v)
+    return attend_with(
+        kernels, q, kv, topk_indices, softmax_scale, d_v, deterministic=deterministic
+    )
+
+
+def attend_with(
+    kernels: Kernels,
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    d_v: int,
+    *,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """sparse_mla by these kernels, of inputs that fit together and that the kernels take."""
+    arguments = q, kv, topk_indices, softmax_scale, d_v, deterministic
+    return _SparseMlaFunction.apply(kernels, *arguments)
 
 
 class _SparseMlaFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        kernels: Kernels,
         q: Tensor,
         kv: Tensor,
         topk_indices: Tensor,
@@ -60,7 +79,6 @@ class _SparseMlaFunction(torch.autograd.Function):
         deterministic: bool,
     ) -> tuple[Tensor, Tensor]:
         q, kv, topk_indices = q.contiguous(), kv.contiguous(), topk_indices.contiguous()
-        kernels = choose_kernels(q, d_v)
         selection = kernels.select(topk_indices, q.shape[1], len(kv))
         out, lse = kernels.forward(q, kv, selection, softmax_scale, d_v)
         ctx.kernels, ctx.softmax_scale, ctx.deterministic = kernels, softmax_scale, deterministic
@@ -73,10 +91,10 @@ class _SparseMlaFunction(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_out: Tensor, _grad_lse: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+    ) -> tuple[None, Tensor, Tensor, None, None, None, None]:
         q, kv, topk_indices, out, lse = ctx.saved_tensors
         kernels = ctx.kernels
         selection = kernels.select(topk_indices, q.shape[1], len(kv))
         run = partial(repeatable_bwd, kernels) if ctx.deterministic else kernels.backward
         grad_q, grad_kv = run(grad_out.contiguous(), q, kv, selection, out, lse, ctx.softmax_scale)
-        return grad_q, grad_kv, None, None, None, None
+        return None, grad_q, grad_kv, None, None, None, None

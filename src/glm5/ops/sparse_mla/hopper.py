@@ -12,16 +12,21 @@ _ROWS = 64
 _MOST_QUERIES = 16
 
 
+def queries_per_tile(h: int) -> int:
+    """How many neighbouring queries of h heads share a tile."""
+    return min(_MOST_QUERIES, max(1, _ROWS // h))
+
+
 class HopperKernels:
     """Gluon: bf16, d_qk 576, d_v 512, any number of heads."""
 
     @staticmethod
     def select(topk_indices: Tensor, h: int, num_keys: int) -> Selection:
         """Neighbouring queries together where their heads fill one tile."""
-        queries_per_row = min(_MOST_QUERIES, _ROWS // h) if num_keys else 1
-        if queries_per_row <= 1:
+        together = queries_per_tile(h)
+        if together == 1 or not num_keys:
             return one_by_one(topk_indices)
-        return unions(topk_indices, num_keys, queries_per_row)
+        return unions(topk_indices, num_keys, together)
 
     forward = staticmethod(sparse_mla_fwd)
     backward = staticmethod(sparse_mla_bwd)

@@ -81,7 +81,7 @@ class PortableKernels:
 
 def choose_kernels(q: Tensor, d_v: int) -> Kernels:
     """Gluon on Hopper for the sizes of GLM-5 in bf16, plain Triton for everything else."""
-    if not _is_hopper(q) or (q.dtype, q.shape[2], d_v) != (torch.bfloat16, 576, 512):
+    if not is_hopper(q) or (q.dtype, q.shape[2], d_v) != (torch.bfloat16, 576, 512):
         return PortableKernels()
     # Gluon is experimental: it is imported only where its kernels run.
     from glm5.ops.sparse_mla.hopper import HopperKernels
@@ -89,5 +89,6 @@ def choose_kernels(q: Tensor, d_v: int) -> Kernels:
     return HopperKernels()
 
 
-def _is_hopper(q: Tensor) -> bool:
+def is_hopper(q: Tensor) -> bool:
+    """Whether q is on a GPU of compute capability 9.0."""
     return q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
