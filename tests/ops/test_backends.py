@@ -129,14 +129,14 @@ def test_backends_agree_on_random_shapes(data: st.DataObject) -> None:
 def test_which_backends_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert available_backends() == ("torch", "megatron")
-    assert {s.name for s in backend_report() if s.reason} == {"triton", "tilelang"}
+    assert {s.name for s in backend_report() if s.reason} == {"triton", "tilelang", "cudnn"}
     with pytest.raises(BackendError, match=r"(?s)triton.*no CUDA device.*remedy"):
         get_backend("triton")
     assert (default_backend("cpu"), default_backend("cuda")) == ("torch", "triton")
 
 
 def test_unknown_names_raise() -> None:
-    with pytest.raises(BackendError, match=r"(?s)tritn.*torch, triton, tilelang, megatron"):
+    with pytest.raises(BackendError, match=r"(?s)tritn.*torch, triton, tilelang, cudnn, megatron"):
         get_backend("tritn")
     with pytest.raises(BackendError, match=r"(?s)mps.*cpu, cuda"):
         default_backend("mps")

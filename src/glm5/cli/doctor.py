@@ -18,6 +18,7 @@ _PACKAGES = (
     ("safetensors", ">=0.5", "required"),
     ("peft", ">=0.21", "optional: export of adapters"),
     ("tilelang", ">=0.1.15,<0.2", "optional: the backend tilelang"),
+    ("nvidia-cudnn-frontend", ">=1.32,<2", "optional: the backend cudnn"),
     ("transformer-engine", "", "optional"),
 )
 

@@ -64,6 +64,7 @@ class _Entry(NamedTuple):
     module: str
     remedy: str
     needs_cuda: bool = False
+    needs_hopper: bool = False
 
 
 _BACKENDS = {
@@ -74,8 +75,15 @@ _BACKENDS = {
         "pip install tilelang==0.1.15, on a machine with an NVIDIA GPU",
         needs_cuda=True,
     ),
+    "cudnn": _Entry(
+        "glm5.ops.cudnn_backend",
+        "pip install nvidia-cudnn-frontend==1.32.0, on a machine with an NVIDIA Hopper GPU",
+        needs_cuda=True,
+        needs_hopper=True,
+    ),
     "megatron": _Entry("glm5.ops.peers", "pip install megatron-core==0.19.2"),
 }
+_HOPPER = "an NVIDIA Hopper GPU: compute capability (9, 0)"
 _DEFAULTS = {"cpu": "torch", "cuda": "triton"}
 
 
@@ -87,19 +95,26 @@ def get_backend(name: str) -> Backend:
     if name not in _BACKENDS:
         raise BackendError("unknown attention backend", got=name, expected=_listed(_BACKENDS))
     entry = _BACKENDS[name]
-    if entry.needs_cuda and not torch.cuda.is_available():
-        raise BackendError(
-            f"the attention backend {name!r} cannot run here",
-            got="no CUDA device",
-            expected="an NVIDIA GPU",
-            remedy=entry.remedy,
-        )
+    _check_device(name, entry)
     try:
         return cast(Backend, import_module(entry.module))
     except (ImportError, OSError) as error:
         raise BackendError(
             f"the attention backend {name!r} cannot run here", got=error, remedy=entry.remedy
         ) from error
+
+
+def _check_device(name: str, entry: _Entry) -> None:
+    if not entry.needs_cuda:
+        return
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is None or (entry.needs_hopper and capability != (9, 0)):
+        raise BackendError(
+            f"the attention backend {name!r} cannot run here",
+            got=f"compute capability {capability}" if capability else "no CUDA device",
+            expected=_HOPPER if entry.needs_hopper else "an NVIDIA GPU",
+            remedy=entry.remedy,
+        )
 
 
 def default_backend(device_type: str) -> str:
