@@ -44,7 +44,7 @@ def measure_here(problem: Any, all_names: bool = True) -> list[Row]:
     return measure(problem, CEILINGS, clock=clock, meter=lambda f: 2**30, all_names=all_names)
 
 
-def attention(**functions: Any) -> GradientProblem:
+def attention(only: dict[str, str] | None = None, **functions: Any) -> GradientProblem:
     indices = oracles.random_selection(7, 9, 4)
     # A row without keys is NaN in plain PyTorch; the cases have none.
     indices[(indices < 0).all(1), 0] = 3
@@ -61,6 +61,7 @@ def attention(**functions: Any) -> GradientProblem:
         grad=torch.randn(7, 2, 5).bfloat16(),
         functions=known | changed,
         exact=right,
+        only=only or {},
     )
 
 
@@ -110,6 +111,13 @@ def test_no_time_for_a_wrong_output(name: str, place: int) -> None:
         assert (row.ms is None) == (row.implementation == name)
         assert ("WRONG" in cells(row, rows)[3]) == (row.implementation == name)
     assert bool(failed(rows)) == (name == OURS)
+
+
+@pytest.mark.parametrize("make", [lambda right: right, wrong(2)])
+def test_a_peer_of_one_pass_is_named_in_that_pass_alone(make: Callable[..., Any]) -> None:
+    rows = measure_here(attention({PEER: "backward"}, **{PEER: make}))
+    assert [row.operation for row in rows if row.implementation == PEER] == ["backward"]
+    assert {row.operation for row in rows if row.implementation == OURS} == set(WORKS)
 
 
 def test_an_output_that_nobody_wrote_is_wrong() -> None:

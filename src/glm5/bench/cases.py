@@ -95,6 +95,7 @@ def attention_problem(case: _Attention, peers: Peers) -> GradientProblem:
         grad=grad,
         functions={who: bound(function) for who, function in functions.items()},
         exact=bound(torch_backend.sparse_mla),
+        only=peers.only,
     )
 
 

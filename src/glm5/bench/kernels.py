@@ -48,9 +48,10 @@ def measure(
     timed = {name: problem.timed(name) for name, verdict in verdicts.items() if verdict.ok}
     rows = []
     for operation in problem.works:
-        functions = {name: timed[name][operation] for name in timed}
+        those = [name for name in names if operation in problem.operations(name)]
+        functions = {name: timed[name][operation] for name in those if name in timed}
         times = clock(functions) if functions else {}
-        for name in names:
+        for name in those:
             peak = meter(functions[name]) if name in times else None
             rows.append(
                 _row(problem, operation, name, verdicts[name], times.get(name), peak, ceilings)

@@ -37,6 +37,9 @@ class Problem(Protocol):
     def check(self, name: str) -> Verdict:
         """Whether the implementation computes what it should."""
 
+    def operations(self, name: str) -> Sequence[str]:
+        """Which of the works are the implementation's own."""
+
     def timed(self, name: str) -> dict[str, Callable[[], object]]:
         """A function without arguments for each of the works."""
 
@@ -66,12 +69,18 @@ class GradientProblem:
     grad: Tensor
     functions: Mapping[str, Function]
     exact: Function
+    only: Mapping[str, str] = field(default_factory=dict)
+    """The one operation of an implementation that is its own; all of them where none is named."""
     _known: dict[str, tuple[float, ...]] = field(default_factory=dict)
     _exact: tuple[Tensor, ...] | None = None
 
     def names(self) -> Sequence[str]:
         """All implementations."""
         return list(self.functions)
+
+    def operations(self, name: str) -> Sequence[str]:
+        """All of the works, but for those of which only one is the implementation's own."""
+        return [self.only[name]] if name in self.only else list(self.works)
 
     def check(self, name: str) -> Verdict:
         """Errors of outputs and gradients, against twice those of plain PyTorch."""
@@ -130,6 +139,11 @@ class SelectionProblem:
     def names(self) -> Sequence[str]:
         """All implementations."""
         return list(self.functions)
+
+    def operations(self, name: str) -> Sequence[str]:
+        """The selection, whoever makes it."""
+        del name
+        return list(self.works)
 
     def check(self, name: str) -> Verdict:
         """How far the worst selected score lies below the true topk-th, against twice the error

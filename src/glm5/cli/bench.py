@@ -13,6 +13,17 @@ from glm5.bench.problems import OURS
 from glm5.cli.output import Output
 from glm5.errors import BackendError, CheckFailedError
 
+_PACKAGES = (
+    "torch",
+    "triton",
+    "megatron-core",
+    "tilelang",
+    "nvidia-cudnn-frontend",
+    "nvidia-cutlass-dsl",
+    "flash-mla",
+    "sgl-flash-mla",
+)
+
 
 def run_bench_kernels(*, with_peers: bool, roofline: Path | None, json: bool) -> None:
     """Prints ceilings and times; raises BackendError without a GPU, CheckFailedError when an
@@ -86,7 +97,7 @@ def _machine() -> dict[str, str]:
     import torch
 
     found = {"device": torch.cuda.get_device_name()}
-    for package in ("torch", "triton", "megatron-core", "tilelang"):
+    for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
