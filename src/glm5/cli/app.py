@@ -204,7 +204,10 @@ def doctor(json: Json = False) -> None:
 @bench.command()
 def kernels(
     peers: Annotated[
-        bool, typer.Option("--peers", help="Also time plain PyTorch and Megatron-Core's kernels.")
+        bool,
+        typer.Option(
+            "--peers", help="Also time plain PyTorch and the installed kernels of others."
+        ),
     ] = False,
     roofline: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw a roofline plot to this file.")
