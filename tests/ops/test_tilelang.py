@@ -162,6 +162,7 @@ def test_what_megatron_does_not_have_is_refused(backend: Any) -> None:
 
 def test_a_missing_package_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setitem(sys.modules, "tilelang", None)
     with pytest.raises(BackendError, match=r"(?s)tilelang.*cannot run here.*pip install.*tilelang"):
         get_backend("tilelang")

@@ -107,14 +107,18 @@ def get_backend(name: str) -> Backend:
 def _check_device(name: str, entry: _Entry) -> None:
     if not entry.needs_cuda:
         return
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if capability is None or (entry.needs_hopper and capability != (9, 0)):
-        raise BackendError(
-            f"the attention backend {name!r} cannot run here",
-            got=f"compute capability {capability}" if capability else "no CUDA device",
-            expected=_HOPPER if entry.needs_hopper else "an NVIDIA GPU",
-            remedy=entry.remedy,
-        )
+    if not torch.cuda.is_available():
+        got = "no CUDA device"
+    elif entry.needs_hopper and (found := torch.cuda.get_device_capability()) != (9, 0):
+        got = f"compute capability {found}"
+    else:
+        return
+    raise BackendError(
+        f"the attention backend {name!r} cannot run here",
+        got=got,
+        expected=_HOPPER if entry.needs_hopper else "an NVIDIA GPU",
+        remedy=entry.remedy,
+    )
 
 
 def default_backend(device_type: str) -> str:
