@@ -4,19 +4,28 @@ Run as a program, in a process where Triton's interpreter is off: see test_trito
 """
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from glm5.ops.grouped import triton_matmul, triton_narrow, triton_sums
+from glm5.ops.grouped import hopper_matmul, triton_matmul, triton_narrow, triton_sums
 
 WIDTH, OUT, RANK = 6144, 4096, 16
 
 
-def compile_kernel(kernel: Any, arguments: dict[str, Any], **options: int) -> Any:
+class Constant(NamedTuple):
+    """A tuple that is a constant itself."""
+
+    value: tuple[int, ...]
+
+
+def compile_kernel(
+    kernel: Any, arguments: dict[str, Any], source: type = ASTSource, **options: int
+) -> Any:
     """Strings are types of run-time arguments, tuples of strings too; what else is constant.
 
     Pointers and integers are taken to be multiples of 16, as the model's sizes are.
@@ -30,21 +39,18 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], **options: int) -> An
         if isinstance(value, str):
             signature[name] = value
             aligned[i,] = [["tt.divisibility", 16]]
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple) and not isinstance(value, Constant):
             signature[name] = value
             aligned |= {(i, j): [["tt.divisibility", 16]] for j in range(len(value))}
         else:
+            value = value.value if isinstance(value, Constant) else value
             signature[name], constants[name] = "constexpr", value
-    aligned = {k: v for k, v in aligned.items() if not _descriptor(signature, names[k[0]])}
+    aligned = {k: v for k, v in aligned.items() if "tensordesc" not in str(signature[names[k[0]]])}
     return triton.compile(
-        ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
+        source(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
         target=GPUTarget("cuda", 90, 32),
         options=options,
     )
-
-
-def _descriptor(signature: dict[str, Any], name: str) -> bool:
-    return isinstance(signature[name], str) and signature[name].startswith("tensordesc")
 
 
 def _pairs(num: int) -> dict[str, Any]:
@@ -118,6 +124,31 @@ def compile_sums(num_right: int) -> Any:
     return compile_kernel(triton_sums._row_sums_kernel, arguments, **options)
 
 
+def compile_hopper(num_pairs: int, forward: bool) -> Any:
+    """The Gluon product of fc1."""
+    w_block = [256, 64] if forward else [64, 256]
+    arguments = {
+        "x_desc": _gluon_descriptor([128, 64]), "w_desc": _gluon_descriptor(w_block),
+        "low_desc": _gluon_descriptor([128, 64]), "out_desc": _gluon_descriptor([64, 128]),
+        "factor_descs": (_gluon_descriptor([1, *w_block]),) * num_pairs,
+        "out_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
+        "group_strides": ("i32",) * num_pairs,
+        **dict.fromkeys(("depth", "out_columns", "part_columns"), "i32"),
+        "PARTS": Constant(tuple(range(num_pairs))), "RANK": RANK, "RANK_STEPS": 1,
+        "FORWARD": forward, "TOGETHER": 8, "STAGES": 4,
+    }  # fmt: skip
+    kernel = hopper_matmul._grouped_matmul_hopper_kernel
+    return compile_kernel(kernel, arguments, GluonASTSource, num_warps=4)
+
+
+def _gluon_descriptor(shape: list[int]) -> str:
+    layout = (
+        f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank={len(shape)}, "
+        "transposed=False, fp4_padded=False, cga_layout=[])"
+    )
+    return f"tensordesc<bf16{shape},{layout}>"
+
+
 def report(kernel: Any) -> dict[str, int]:
     """Shared memory and the instructions that matter."""
     ptx = kernel.asm["ptx"]
@@ -136,6 +167,8 @@ def main() -> None:
         "forward": compile_matmul(2, forward=True),
         "input_grads": compile_matmul(2, forward=False),
         "base_forward": compile_matmul(0, forward=True),
+        "hopper_forward": compile_hopper(2, forward=True),
+        "hopper_input_grads": compile_hopper(2, forward=False),
         "low": compile_narrow(2, is_a=True),
         "grad_low": compile_narrow(2, is_a=False),
         "factor_grads": compile_sums(RANK),

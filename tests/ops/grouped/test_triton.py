@@ -110,3 +110,29 @@ def assert_as_good_as_plain(case: Case, *, repeat: bool = False) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_hard_cases(name: str, dtype: torch.dtype) -> None:
     assert_as_good_as_plain(Case(**CASES[name], dtype=dtype))
+
+
+HOPPER_CASES: dict[str, dict[str, Any]] = {
+    "base alone": {"sizes": [300, 0, 1, 128], "out_features": 512, "in_features": 256},
+    "gate and up": {"sizes": [300, 0, 1, 127, 64, 65], "ranks": (16, 16)},
+    "two ranks": {"sizes": [0, 5, 200, 0], "ranks": (5, 70)},
+    "rank 128": {"sizes": [129, 200], "ranks": (128,)},
+    "up alone": {"sizes": [129, 200], "ranks": (0, 8)},
+    "gate alone": {"sizes": [129, 200], "ranks": (33, 0)},
+    "shared a": {"sizes": [5, 0, 2500], "ranks": (16, 16), "shared": "a"},
+    "shared b": {"sizes": [5, 0, 2500], "ranks": (16,), "shared": "b"},
+    "own input": {"sizes": [130, 33], "ranks": (16, 3), "own_input": True},
+    "one row": {"sizes": [0, 1, 0], "ranks": (16, 16)},
+    "no rows": {"sizes": [0, 0, 0], "ranks": (16, 16)},
+    "all in one group": {"sizes": [0, 4500, 0, 0], "ranks": (16, 16)},
+    "many groups": {"sizes": [i % 5 for i in range(300)], "ranks": (16,)},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", HOPPER_CASES)
+def test_whole_tiles_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    sizes = {"out_features": 512, "in_features": 256} | HOPPER_CASES[name]
+    assert_as_good_as_plain(Case(**sizes, dtype=dtype), repeat=True)

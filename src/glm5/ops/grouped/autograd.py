@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from glm5.ops.grouped.inputs import GroupedPair
-from glm5.ops.grouped.triton_factors import Factors
 from glm5.ops.grouped.matmul import grouped_product
+from glm5.ops.grouped.triton_factors import Factors
 from glm5.ops.grouped.triton_narrow import narrow_block, narrow_product
 from glm5.ops.grouped.triton_sums import row_sums, sum_chunk
 from glm5.ops.grouped.triton_tiles import RowTiles
@@ -98,14 +98,14 @@ class _GroupedLinearFunction(torch.autograd.Function):
         grad_weight = None
         if needs.weight:
             grad_weight = torch.empty_like(weight)
-            n, _, in_features = weight.shape
-            chunks = RowTiles.of(ends, len(grad), sum_chunk(in_features))
+            chunks = RowTiles.of(ends, len(grad), sum_chunk(weight.shape[2]))
             row_sums(grad, x, ends, grad_weight, chunks)
         grad_a: list[Tensor | None] = [None] * len(form.parts)
         grad_b: list[Tensor | None] = [None] * len(form.parts)
         if needs.a or needs.b:
             sums = _FactorSums(ends, len(grad))
             if needs.a:
+                assert grad_low is not None, "made above"
                 grad_a = [
                     sums.of(seen, _slots(grad_low, a, p), y.shape, flip=True)
                     for p, y in enumerate(a.tensors)
@@ -179,8 +179,8 @@ class _FactorSums:
         self._chunks: dict[bool, tuple[Tensor, RowTiles]] = {}
 
     def of(self, wide: Tensor, narrow: Tensor, shape: torch.Size, *, flip: bool) -> Tensor:
-        """wide_g^T narrow_g in the given shape [n or 1, ...], its last dimensions swapped if flip."""
-        is_shared = len(shape) and shape[0] == 1
+        """wide_g^T narrow_g in the shape [n or 1, ...], transposed if flip."""
+        is_shared = shape[0] == 1
         if is_shared not in self._chunks:
             ends = self._ends[-1:] if is_shared else self._ends
             tiles = RowTiles.of(ends, self._num_rows, sum_chunk(narrow.shape[1]))

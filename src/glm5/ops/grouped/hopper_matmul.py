@@ -76,10 +76,7 @@ def _load_tiles(
             mbarrier.wait(empty.index(stage), (done // STAGES & 1) ^ 1)
             mbarrier.expect(bar, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(x_desc, [first, k], bar, x_smem.index(stage))
-            if FORWARD:
-                place = [group * out_columns + column, k]
-            else:
-                place = [group * depth + k, column]
+            place = [group * out_columns + column, k] if FORWARD else [group * depth + k, column]
             tma.async_copy_global_to_shared(w_desc, place, bar, w_smem.index(stage))
             done += 1
         for p in gl.static_range(len(PARTS)):
@@ -261,7 +258,7 @@ def grouped_matmul_hopper(
     _grouped_matmul_hopper_kernel[(num_processors,)](
         x_desc=x_desc, w_desc=_descriptor(weight.view(-1, weight.shape[2]), w_block),
         out_desc=_descriptor(out, [64, 128]), out_ptr=out,
-        table_ptr=tiles.table, count_ptr=tiles.count, depth=x.shape[1], out_columns=shape[1],
+        table_ptr=tiles.table, count_ptr=tiles.num_tiles, depth=x.shape[1], out_columns=shape[1],
         part_columns=shape[1] // num_parts, PARTS=parts,
         RANK=16 if factors is None else factors.padded_rank,
         RANK_STEPS=1 if factors is None else triton.cdiv(factors.padded_rank, DEPTH),

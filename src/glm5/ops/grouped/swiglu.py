@@ -74,7 +74,10 @@ class _WeightedSwigluFunction(torch.autograd.Function):
 
 
 def _options(width: int) -> dict[str, Any]:
-    return {"BLOCK": min(2048, triton.next_power_of_2(width)), "num_warps": 8 if width > 1024 else 4}
+    return {
+        "BLOCK": min(2048, triton.next_power_of_2(width)),
+        "num_warps": 8 if width > 1024 else 4,
+    }
 
 
 def weighted_swiglu_fused(gate_up: Tensor, probs: Tensor) -> Tensor:

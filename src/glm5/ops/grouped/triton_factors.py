@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

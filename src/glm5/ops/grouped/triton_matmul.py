@@ -196,7 +196,8 @@ def grouped_matmul(
     given: list[Any] = [x, x if weight is None else weight, out]
     if use_tma:
         w_block = [block.columns, block.depth] if forward else [block.depth, block.columns]
-        blocks = [block.rows, block.depth], w_block, [block.rows, block.columns // max(1, block.store_pieces)]
+        piece = block.columns // max(1, block.store_pieces)
+        blocks = [block.rows, block.depth], w_block, [block.rows, piece]
         flat = (given[0], given[1].view(-1, given[1].shape[2]), given[2])
         given = [TensorDescriptor.from_tensor(y, b) for y, b in zip(flat, blocks, strict=True)]
     has_pairs = factors is not None and bool(factors.tensors)
@@ -211,7 +212,7 @@ def grouped_matmul(
     part_columns = shape[1] // num_parts
     bound = tiles.num_bound * num_parts * triton.cdiv(part_columns, block.columns)
     _grouped_matmul_kernel[(min(num_programs, bound),)](
-        *given, out, x if low is None else low, tiles.table, tiles.count,
+        *given, out, x if low is None else low, tiles.table, tiles.num_tiles,
         num_slots=0 if low is None else low.shape[1], depth=depth, out_columns=shape[1],
         part_columns=part_columns, in_features=shape[1], **pair_arguments,
         FORWARD=forward, HAS_BASE=weight is not None, HAS_PAIRS=has_pairs,
@@ -257,7 +258,7 @@ def _takes_tma(x: Tensor, weight: Tensor, out: Tensor, depth: int, block: Matmul
 
 
 def _num_processors(x: Tensor) -> int:
-    """Of the GPU; few where the kernels are interpreted, so that programs stay for several tiles."""
+    """Of the GPU; few for the interpreter, so that programs stay for several tiles."""
     if is_interpreted(x):
         return 2
     return torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -88,7 +88,7 @@ def narrow_product(x: Tensor, factors: Factors, tiles: RowTiles, *, is_a: bool) 
     num_pairs = len(factors.tensors)
     options = launch_options(x, factors, is_a=is_a, block_m=tiles.block)
     _narrow_kernel[(tiles.num_bound, 1 if is_a else num_pairs)](
-        x, low, tiles.table, tiles.count, factors.scales,
+        x, low, tiles.table, tiles.num_tiles, factors.scales,
         x_columns=x.shape[1], k_columns=factors.tensors[0].shape[2 if is_a else 1],
         num_slots=low.shape[1], **factors.kernel_arguments(), **options,
     )  # fmt: skip

@@ -107,7 +107,7 @@ def row_sums(left: Tensor, right: Tensor, ends: Tensor, out: Tensor, tiles: RowT
     columns = triton.cdiv(num_left, block.left), triton.cdiv(num_right, block.right)
     if tiles.num_bound:
         _row_sums_kernel[(columns[0], tiles.num_bound, columns[1])](
-            left, right, out, partial, tiles.table, tiles.count,
+            left, right, out, partial, tiles.table, tiles.num_tiles,
             num_left, num_right, left.stride(0), right.stride(0), *out.stride(),
             BLOCK_L=block.left, BLOCK_R=block.right, BLOCK_T=block.rows,
             UPCAST=is_interpreted(left), num_warps=block.num_warps, num_stages=block.num_stages,

@@ -12,12 +12,12 @@ class RowTiles(NamedTuple):
     """Runs of at most `block` rows of one group, in the order of the rows.
 
     table [num_bound, 4] int32: group, first row, row behind the last one, and a number that counts
-    the tiles of the groups that have several, -1 for a group's only tile; count [1] int32: how
+    the tiles of the groups that have several, -1 for a group's only tile; num_tiles [1] int32: how
     many there are. The host knows the bounds alone: num_bound tiles, num_shared of such groups.
     """
 
     table: Tensor
-    count: Tensor
+    num_tiles: Tensor
     block: int
     num_bound: int
     num_shared: int
@@ -28,10 +28,10 @@ class RowTiles(NamedTuple):
         n = len(ends)
         num_bound = triton.cdiv(num_rows, block) + n - 1 if num_rows else 0
         table = torch.empty(max(1, num_bound), 4, dtype=torch.int32, device=ends.device)
-        count = torch.empty(1, dtype=torch.int32, device=ends.device)
+        num_tiles = torch.empty(1, dtype=torch.int32, device=ends.device)
         options: dict[str, Any] = {"BLOCK": block, "GROUPS": triton.next_power_of_2(n)}
-        _row_tiles_kernel[(n,)](ends, table, count, n, num_warps=2, **options)
-        return cls(table, count, block, num_bound, 2 * (num_rows // block))
+        _row_tiles_kernel[(n,)](ends, table, num_tiles, n, num_warps=2, **options)
+        return cls(table, num_tiles, block, num_bound, 2 * (num_rows // block))
 
 
 @triton.jit
