@@ -10,8 +10,10 @@ from torch import Tensor
 
 from glm5.errors import BackendError
 from glm5.ops.backends import get_backend
+from glm5.ops.grouped.reference import grouped_linear_reference
 
 MEGATRON = "megatron tilelang"
+LOOP = "torch loop"
 # Megatron-Core selects by blocks of so many query rows.
 _BLOCK_ROWS = 8192
 
@@ -23,20 +25,23 @@ class Peers:
     sparse_mla: dict[str, Callable[..., Any]] = field(default_factory=dict)
     select_topk: dict[str, Callable[..., Any]] = field(default_factory=dict)
     indexer_kl: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    grouped_linear: dict[str, Callable[..., Any]] = field(default_factory=dict)
     missing: str = ""
     """Why a peer cannot run here; empty when all can."""
 
 
 def find_peers() -> Peers:
-    """Megatron-Core's TileLang kernels, when they can run here."""
+    """A loop over experts, and Megatron-Core's TileLang kernels, when they can run here."""
+    loop = {LOOP: grouped_linear_reference}
     try:
         backend = get_backend("tilelang")
     except BackendError as error:
-        return Peers(missing=str(error))
+        return Peers(grouped_linear=loop, missing=str(error))
     return Peers(
         sparse_mla={MEGATRON: backend.sparse_mla},
         select_topk={MEGATRON: _megatron_select_topk},
         indexer_kl={MEGATRON: backend.indexer_kl},
+        grouped_linear=loop,
     )
 
 

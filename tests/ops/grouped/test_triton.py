@@ -96,7 +96,9 @@ def assert_as_good_as_plain(case: Case, *, repeat: bool = False) -> None:
     for name, true in exact.items():
         if true.numel() == 0:
             continue
-        rounding = torch.finfo(case.x.dtype).eps * true.abs().max()
+        # Sums in another order may differ by some units of the accumulator's last place.
+        eps = torch.finfo(case.x.dtype).eps + 32 * torch.finfo(torch.float32).eps
+        rounding = eps * true.abs().max()
         my_error, their_error = ((z[name].double() - true).abs().max() for z in (ours, plain))
         assert my_error <= 2 * their_error + rounding, name
         assert ours[name].dtype == case.x.dtype
