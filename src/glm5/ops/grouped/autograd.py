@@ -62,9 +62,10 @@ class _GroupedLinearFunction(torch.autograd.Function):
         x, weight = x.contiguous(), weight.contiguous()
         n, out_features, _ = weight.shape
         a, b = _sides(form, factors)
+        pair_input = None if pair_input is None else pair_input.contiguous()
         low = None
         if form.parts:
-            seen = x if pair_input is None else pair_input.contiguous()
+            seen = x if pair_input is None else pair_input
             low = narrow_product(seen, a, RowTiles.of(ends, len(x), narrow_block(x)), is_a=True)
         y = grouped_product(
             x, weight, ends, n, low, b, (len(x), out_features),
