@@ -130,9 +130,9 @@ def compile_hopper(num_pairs: int, forward: bool) -> Any:
     arguments = {
         "x_desc": _gluon_descriptor([128, 64]), "w_desc": _gluon_descriptor(w_block),
         "low_desc": _gluon_descriptor([128, 64]), "out_desc": _gluon_descriptor([64, 128]),
-        "factor_descs": (_gluon_descriptor([1, *w_block]),) * num_pairs,
+        "factor_0": _gluon_descriptor([1, *w_block]), "factor_1": _gluon_descriptor([1, *w_block]),
         "out_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
-        "group_strides": ("i32",) * num_pairs,
+        "group_stride_0": 1, "group_stride_1": 1,
         **dict.fromkeys(("depth", "out_columns", "part_columns"), "i32"),
         "PARTS": Constant(tuple(range(num_pairs))), "RANK": RANK, "RANK_STEPS": 1,
         "FORWARD": forward, "TOGETHER": 8, "STAGES": 4,

@@ -5,8 +5,6 @@ are one more step of the depth: the low-rank side against the outer factor, of w
 zeros where a rank has fewer than 64 columns.
 """
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -27,6 +25,7 @@ from glm5.ops.grouped.triton_tiles import RowTiles
 ROWS, COLUMNS, DEPTH = 128, 256, 64
 _STAGES = 4
 _TOGETHER = 8
+_MOST_PAIRS = 2
 
 
 @gluon.jit
@@ -178,8 +177,8 @@ def _ring(num: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def _grouped_matmul_hopper_kernel(
-    x_desc, w_desc, low_desc, out_desc, factor_descs, out_ptr, table_ptr, count_ptr, group_strides,
-    depth, out_columns, part_columns,
+    x_desc, w_desc, low_desc, out_desc, factor_0, factor_1, out_ptr, table_ptr, count_ptr,
+    group_stride_0, group_stride_1, depth, out_columns, part_columns,
     PARTS: gl.constexpr, RANK: gl.constexpr, RANK_STEPS: gl.constexpr, FORWARD: gl.constexpr,
     TOGETHER: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -206,8 +205,9 @@ def _grouped_matmul_hopper_kernel(
                 PARTS, RANK_STEPS, FORWARD, TOGETHER, STAGES,
             )),
             (_load_tiles, (
-                x_desc, w_desc, low_desc, factor_descs, (x_smem, w_smem), bars, table_ptr, sizes,
-                group_strides, PARTS, RANK, RANK_STEPS, FORWARD, TOGETHER, STAGES,
+                x_desc, w_desc, low_desc, (factor_0, factor_1), (x_smem, w_smem), bars, table_ptr,
+                sizes, (group_stride_0, group_stride_1),
+                PARTS, RANK, RANK_STEPS, FORWARD, TOGETHER, STAGES,
             )),
         ],
         [4, 1],
@@ -223,10 +223,11 @@ def _descriptor(x: Tensor, shape: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, shape, _layout(shape))
 
 
-def fits_hopper(x: Tensor, weight: Tensor, columns: int) -> bool:
-    """Whether the kernel takes these: whole tiles of a part's columns, and of the depth."""
+def fits_hopper(x: Tensor, weight: Tensor, columns: int, num_pairs: int) -> bool:
+    """Whether the kernel takes these: whole tiles of a part's columns and of the depth."""
     return (
         x.element_size() == 2
+        and num_pairs <= _MOST_PAIRS
         and columns % COLUMNS == 0
         and x.shape[1] % DEPTH == 0
         and x.data_ptr() % 16 == 0
@@ -244,25 +245,22 @@ def grouped_matmul_hopper(
         return out
     x_desc = _descriptor(x, [ROWS, DEPTH])
     w_block = [COLUMNS, DEPTH] if forward else [DEPTH, COLUMNS]
-    descriptors: dict[str, Any] = {"low_desc": x_desc, "factor_descs": (), "group_strides": ()}
-    parts: tuple[int, ...] = ()
+    low_desc, factor_descs, strides, parts = x_desc, [x_desc] * 2, [0, 0], ()
     if low is not None and factors is not None:
-        aligned = [_aligned(y) for y in factors.tensors] if forward else factors.tensors
-        descriptors = {
-            "low_desc": _descriptor(low, [ROWS, DEPTH]),
-            "factor_descs": tuple(_descriptor(y, [1, *w_block]) for y in aligned),
-            "group_strides": tuple(int(len(y) > 1) for y in factors.tensors),
-        }
         parts = factors.parts
+        aligned = [_aligned(y) for y in factors.tensors] if forward else factors.tensors
+        low_desc = _descriptor(low, [ROWS, DEPTH])
+        # A kernel takes two descriptors of factors; one pair's is given twice.
+        factor_descs = [_descriptor(y, [1, *w_block]) for y in aligned] * 2
+        strides = [int(len(y) > 1) for y in factors.tensors] * 2
     num_processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     _grouped_matmul_hopper_kernel[(num_processors,)](
-        x_desc=x_desc, w_desc=_descriptor(weight.view(-1, weight.shape[2]), w_block),
-        out_desc=_descriptor(out, [64, 128]), out_ptr=out,
-        table_ptr=tiles.table, count_ptr=tiles.num_tiles, depth=x.shape[1], out_columns=shape[1],
-        part_columns=shape[1] // num_parts, PARTS=parts,
+        x_desc, _descriptor(weight.view(-1, weight.shape[2]), w_block), low_desc,
+        _descriptor(out, [64, 128]), *factor_descs[:2], out, tiles.table, tiles.num_tiles,
+        *strides[:2], x.shape[1], shape[1], shape[1] // num_parts, PARTS=parts,
         RANK=16 if factors is None else factors.padded_rank,
         RANK_STEPS=1 if factors is None else triton.cdiv(factors.padded_rank, DEPTH),
-        FORWARD=forward, TOGETHER=together, STAGES=_STAGES, num_warps=4, **descriptors,
+        FORWARD=forward, TOGETHER=together, STAGES=_STAGES, num_warps=4,
     )  # fmt: skip
     return out
 

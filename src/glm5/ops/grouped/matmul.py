@@ -18,7 +18,7 @@ def grouped_product(
         # Gluon is experimental: it is imported only where its kernels run.
         from glm5.ops.grouped.hopper_matmul import ROWS, fits_hopper, grouped_matmul_hopper
 
-        if fits_hopper(x, weight, columns):
+        if fits_hopper(x, weight, columns, 0 if factors is None else len(factors.tensors)):
             tiles = RowTiles.of(ends, len(x), ROWS)
             return grouped_matmul_hopper(
                 x, weight, tiles, low, factors, shape, forward=forward, num_parts=num_parts
