@@ -245,7 +245,8 @@ def grouped_matmul_hopper(
         return out
     x_desc = _descriptor(x, [ROWS, DEPTH])
     w_block = [COLUMNS, DEPTH] if forward else [DEPTH, COLUMNS]
-    low_desc, factor_descs, strides, parts = x_desc, [x_desc] * 2, [0, 0], ()
+    low_desc, factor_descs, strides = x_desc, [x_desc] * 2, [0, 0]
+    parts: tuple[int, ...] = ()
     if low is not None and factors is not None:
         parts = factors.parts
         aligned = [_aligned(y) for y in factors.tensors] if forward else factors.tensors
