@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from glm5.bench import plain
+from glm5.bench.cases import case_names
 from glm5.bench.ceilings import Ceilings, Work
+from glm5.bench.experts import EXPERTS, group_ends
 from glm5.bench.kernels import Row, cells, failed, measure
 from glm5.bench.plot import intensity, plot_roofline
 from glm5.bench.problems import (
@@ -23,9 +25,11 @@ from glm5.bench.problems import (
 )
 from glm5.cli.bench import run_bench_kernels, show
 from glm5.cli.output import Output
-from glm5.errors import BackendError, CheckFailedError
+from glm5.errors import BackendError, CheckFailedError, ConfigError
 from glm5.ops import torch_backend
 from glm5.ops.causal_attention import causal_attention
+from glm5.ops.grouped import GroupedPair
+from glm5.ops.grouped.reference import grouped_linear_reference
 from tests.ops import oracles
 
 CEILINGS = Ceilings(matmul=1e15, copy=4e12, gather=8e12, reduce=2e12)
@@ -199,6 +203,34 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(BackendError, match=r"(?s)GPU.*no CUDA device") as caught:
         run_bench_kernels(with_peers=False, roofline=None, json=False)
     assert caught.value.exit_code == 2
+
+
+def test_a_name_that_no_case_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"(?s)expert5.*experts fc1, 256, base alone"):
+        run_bench_kernels(with_peers=False, only="expert5", roofline=None, json=False)
+    assert len(case_names("experts")) == len(EXPERTS) and set(case_names()) > set(case_names("fc1"))
+
+
+@pytest.mark.parametrize("shared", [(), ("a",), ("b",)])
+def test_plain_experts_are_the_reference(shared: tuple[str, ...]) -> None:
+    ends = torch.tensor([3, 3, 8], dtype=torch.int32)
+    x, weight = torch.randn(8, 16).bfloat16(), torch.randn(3, 16, 16).bfloat16()
+    sizes = {name: 1 if name in shared else 3 for name in "ab"}
+    a, b = torch.randn(sizes["a"], 8, 16).bfloat16(), torch.randn(sizes["b"], 16, 8).bfloat16()
+    for pairs in ([], [GroupedPair(a, b, 0.5)]):
+        ours, exact = (
+            function(x, weight, ends, pairs)
+            for function in (plain.grouped_linear, grouped_linear_reference)
+        )
+        torch.testing.assert_close(ours, exact, atol=0.5, rtol=0.05)
+
+
+def test_skewed_experts() -> None:
+    ends = group_ends(32, 65536, True)
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    assert ends[-1] == 65536 and 0.6 <= sizes.max() / 65536 < 0.61
+    assert torch.equal(group_ends(4, 8, False), torch.tensor([2, 4, 6, 8], dtype=torch.int32))
 
 
 def test_roofline(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from glm5.bench import plain
 from glm5.bench.ceilings import Work
+from glm5.bench.draw import draw_from
+from glm5.bench.experts import EXPERTS, experts_problem
 from glm5.bench.peers import Peers
 from glm5.bench.problems import (
     OURS,
@@ -49,21 +51,41 @@ _SHORT_DOCUMENTS = ([2048], [2048] * 4, [1999], [33, 100, 700, 1024, 1500, 2048]
 _INDEXER_LENGTHS = (8192, 32768)
 
 
-def all_problems(peers: Peers) -> Iterator[Problem]:
-    """Every case, made when it is asked for, so that one at a time is in memory."""
+def all_problems(peers: Peers, only: str = "") -> Iterator[Problem]:
+    """Every case whose name holds `only`, made when it is asked for: one at a time in memory."""
+    makers = _makers()
+    for name in case_names(only):
+        yield makers[name](peers)
+
+
+def case_names(only: str = "") -> list[str]:
+    """The names that hold `only`, in the order of all_problems."""
+    return [name for name in _makers() if only in name]
+
+
+def _makers() -> dict[str, Callable[[Peers], Problem]]:
+    """How to make each case, by its name."""
+    makers: dict[str, Callable[[Peers], Problem]] = {}
     for attention in _ATTENTIONS:
-        yield attention_problem(attention, peers)
+        makers[f"attention {attention.case}"] = partial(attention_problem, attention)
     for lengths in _SHORT_DOCUMENTS:
-        yield dense_problem(lengths)
+        makers[_dense_name(lengths)] = partial(dense_problem, lengths)
     for num_tokens in _INDEXER_LENGTHS:
-        yield indexer_problem(num_tokens, peers)
-    yield loss_problem(8192, peers)
+        makers[f"indexer {num_tokens // 1024}K"] = partial(indexer_problem, num_tokens)
+    makers["indexer loss 8K"] = partial(loss_problem, 8192)
+    for experts in EXPERTS:
+        makers[experts.name] = partial(experts_problem, experts)
+    return makers
+
+
+def _dense_name(lengths: list[int]) -> str:
+    return f"{len(lengths)} x {min(lengths)} to {max(lengths)}, dense"
 
 
 def attention_problem(case: _Attention, peers: Peers) -> GradientProblem:
     """sparse_mla on random queries and latent keys."""
     name, num_heads, t_q, t_k, select = case
-    draw = _draw(name)
+    draw = draw_from(name)
     q, kv, grad = draw(t_q, num_heads, D_QK), draw(t_k, D_QK), draw(t_q, num_heads, D_V)
     indices = select(t_q, t_k, TOPK)
     ours = get_backend(OURS).sparse_mla
@@ -99,10 +121,10 @@ def attention_problem(case: _Attention, peers: Peers) -> GradientProblem:
     )
 
 
-def dense_problem(lengths: list[int]) -> GradientProblem:
+def dense_problem(lengths: list[int], _: Peers) -> GradientProblem:
     """causal_attention of documents that select all their keys: 64 heads, unabsorbed."""
     num_heads, d = 64, D_DENSE
-    draw = _draw(lengths)
+    draw = draw_from(lengths)
     q, k, v, grad = (draw(sum(lengths), num_heads, d) for _ in range(4))
     products = num_heads * sum(length * (length + 1) // 2 for length in lengths)
 
@@ -110,7 +132,7 @@ def dense_problem(lengths: list[int]) -> GradientProblem:
         return lambda *x: (function(*x, lengths, SCALE),)
 
     return GradientProblem(
-        case=f"{len(lengths)} x {min(lengths)} to {max(lengths)}, dense",
+        case=_dense_name(lengths),
         works={
             "forward": Work(4 * d * products, 4 * q.nbytes),
             "backward": Work(10 * d * products, 8 * q.nbytes),
@@ -124,7 +146,7 @@ def dense_problem(lengths: list[int]) -> GradientProblem:
 
 def indexer_problem(num_tokens: int, peers: Peers) -> SelectionProblem:
     """select_topk of one causal document."""
-    draw = _draw(num_tokens)
+    draw = draw_from(num_tokens)
     q, k = draw(num_tokens, INDEX_HEADS, INDEX_DIM), draw(num_tokens, INDEX_DIM)
     weights = draw(num_tokens, INDEX_HEADS).float()
     ends = torch.arange(1, num_tokens + 1, dtype=torch.int32, device="cuda")
@@ -154,7 +176,7 @@ def indexer_problem(num_tokens: int, peers: Peers) -> SelectionProblem:
 
 def loss_problem(num_tokens: int, peers: Peers) -> GradientProblem:
     """indexer_kl in its sparse form, 64 heads, one causal document."""
-    draw, num_heads = _draw("loss"), 64
+    draw, num_heads = draw_from("loss"), 64
     index = draw(num_tokens, INDEX_HEADS, INDEX_DIM), draw(num_tokens, INDEX_DIM)
     # The scale of the model's own index weights keeps the softmax from saturating.
     weights = draw(num_tokens, INDEX_HEADS).float() * (INDEX_HEADS * INDEX_DIM) ** -0.5
@@ -190,9 +212,3 @@ def loss_problem(num_tokens: int, peers: Peers) -> GradientProblem:
         functions=implementations,
         exact=bound(torch_backend.indexer_kl, q.float(), kv.float()),
     )
-
-
-def _draw(seed: object) -> Callable[..., Tensor]:
-    """Normal bf16 tensors on the GPU; their values follow from the seed and the order of calls."""
-    generator = torch.Generator("cuda").manual_seed(sum(str(seed).encode()))
-    return lambda *shape: torch.randn(shape, device="cuda", generator=generator).bfloat16()

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from glm5.errors import BackendError
 from glm5.ops.backends import get_backend
+from glm5.ops.grouped.reference import grouped_linear_reference
 
 MEGATRON = "megatron tilelang"
 CUDNN = "cudnn"
 FLASH_MLA = "flash_mla"
+LOOP = "torch loop"
 # Megatron-Core selects by blocks of so many query rows.
 _BLOCK_ROWS = 8192
 
@@ -26,6 +28,7 @@ class Peers:
     sparse_mla: dict[str, Callable[..., Any]] = field(default_factory=dict)
     select_topk: dict[str, Callable[..., Any]] = field(default_factory=dict)
     indexer_kl: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    grouped_linear: dict[str, Callable[..., Any]] = field(default_factory=dict)
     only: dict[str, str] = field(default_factory=dict)
     """The one pass of sparse_mla, "forward" or "backward", that is the peer's: the other is ours,
     and is not timed again."""
@@ -34,9 +37,9 @@ class Peers:
 
 
 def find_peers() -> Peers:
-    """Megatron-Core's TileLang kernels, cuDNN's backward and FlashMLA's forward, when they can run
-    here."""
-    peers, missing = Peers(), []
+    """A loop over experts, and, when they can run here, Megatron-Core's TileLang kernels, cuDNN's
+    backward and FlashMLA's forward."""
+    peers, missing = Peers(grouped_linear={LOOP: grouped_linear_reference}), []
     for add in (_add_megatron, _add_cudnn, _add_flash_mla):
         try:
             add(peers)

@@ -4,8 +4,11 @@ everyone has."""
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from glm5.ops.grouped import GroupedPair
 
 # Query rows of one block: its logits are made again in the backward pass, so memory is bounded.
 _BLOCK_ROWS = 256
@@ -64,6 +67,23 @@ def indexer_kl(
 
     rows = (index_q, weights, q)
     return _by_blocks(block, rows, (index_k, kv), (topk_indices,))[0]
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, ends: Tensor, pairs: Sequence[GroupedPair] = ()
+) -> Tensor:
+    """As glm5.ops.grouped.grouped_linear, every product by itself; ranks are multiples of 8."""
+    y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    if not pairs:
+        return y
+    deltas = [_by_group(_by_group(x, p.a, ends), p.b, ends) * p.scale for p in pairs]
+    return y + torch.cat(deltas, -1)
+
+
+def _by_group(x: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    if len(factor) == 1:
+        return F.linear(x, factor[0])
+    return F.grouped_mm(x, factor.transpose(1, 2), offs=ends)
 
 
 def select_topk(

@@ -209,6 +209,9 @@ def kernels(
             "--peers", help="Also time plain PyTorch and the installed kernels of others."
         ),
     ] = False,
+    only: Annotated[
+        str, typer.Option(metavar="TEXT", help="Only cases whose names hold this, as 'experts'.")
+    ] = "",
     roofline: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw a roofline plot to this file.")
     ] = None,
@@ -217,7 +220,7 @@ def kernels(
     """Check, then time the fused kernels on this machine's GPU."""
     from glm5.cli.bench import run_bench_kernels
 
-    run_bench_kernels(with_peers=peers, roofline=roofline, json=json)
+    run_bench_kernels(with_peers=peers, only=only, roofline=roofline, json=json)
 
 
 def run() -> None:

@@ -11,7 +11,7 @@ from glm5.bench.ceilings import Ceilings, Work, measure_ceilings
 from glm5.bench.kernels import COLUMNS, Row, cells, failed, measure
 from glm5.bench.problems import OURS
 from glm5.cli.output import Output
-from glm5.errors import BackendError, CheckFailedError
+from glm5.errors import BackendError, CheckFailedError, ConfigError
 
 _PACKAGES = (
     "torch",
@@ -25,9 +25,14 @@ _PACKAGES = (
 )
 
 
-def run_bench_kernels(*, with_peers: bool, roofline: Path | None, json: bool) -> None:
-    """Prints ceilings and times; raises BackendError without a GPU, CheckFailedError when an
-    output of ours is wrong."""
+def run_bench_kernels(
+    *, with_peers: bool, roofline: Path | None, json: bool, only: str = ""
+) -> None:
+    """Prints ceilings and times of the cases whose names hold `only`.
+
+    Raises BackendError without a GPU, ConfigError for a name that no case holds, CheckFailedError
+    when an output of ours is wrong.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -37,10 +42,16 @@ def run_bench_kernels(*, with_peers: bool, roofline: Path | None, json: bool) ->
             expected="an NVIDIA GPU",
             remedy="run this on the machine whose speed you want to know",
         )
-    from glm5.bench.cases import all_problems
+    from glm5.bench.cases import all_problems, case_names
     from glm5.bench.peers import Peers, find_peers
     from glm5.bench.timing import interleaved_medians, peak_bytes
 
+    if not case_names(only):
+        raise ConfigError(
+            "no case of the benchmark has this in its name",
+            got=only,
+            expected="a part of " + "; ".join(case_names()),
+        )
     output = Output(json)
     peers = find_peers() if with_peers else Peers()
     if peers.missing:
@@ -49,7 +60,7 @@ def run_bench_kernels(*, with_peers: bool, roofline: Path | None, json: bool) ->
     output.say(_ceilings_text(ceilings))
     rows: list[Row] = []
     works: dict[tuple[str, str], Work] = {}
-    for problem in all_problems(peers):
+    for problem in all_problems(peers, only):
         output.say(f"measuring {problem.case}")
         rows += measure(
             problem, ceilings, clock=interleaved_medians, meter=peak_bytes, all_names=with_peers

@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from glm5.ops.grouped.inputs import GroupedPair, check_inputs
 from glm5.ops.grouped.reference import grouped_linear_reference
+
+# What the fused kernels compute; fp64, which serves to check gradients, takes the reference.
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def grouped_linear(
@@ -19,11 +23,17 @@ def grouped_linear(
 
     x [t, in_features]; weight [n, out_features, in_features]; ends [n] int32 on the device of x:
     group g has the rows ends[g - 1] .. ends[g], none if they are equal, and ends[n - 1] = t. The
-    host does not read `ends` on a GPU. pairs: nothing, or one entry for each equal part of the
-    out_features, in order, None where a part has no pair. pair_input [t, in_features]: what the
-    pairs see in place of x (dropout) -> y [t, out_features], in the dtype of x. Differentiable in
-    x, pair_input, weight, and both factors of every pair; a factor shared by all groups gets the
-    sum over groups; an empty group gets zeros.
+    host does not read `ends` on a GPU, where the kernels are fused for bf16, fp16 and fp32. pairs:
+    nothing, or one entry for each equal part of the out_features, in order, None where a part has
+    no pair. pair_input [t, in_features]: what the pairs see in place of x (dropout)
+    -> y [t, out_features], in the dtype of x. Differentiable in x, pair_input, weight, and both
+    factors of every pair; a factor shared by all groups gets the sum over groups; an empty group
+    gets zeros. The fused kernels give the same bits every time.
     """
     check_inputs(x, weight, ends, pairs, pair_input)
-    return grouped_linear_reference(x, weight, ends, pairs, pair_input)
+    if not x.is_cuda or x.dtype not in FUSED_DTYPES:
+        return grouped_linear_reference(x, weight, ends, pairs, pair_input)
+    # Triton is imported only where its kernels run.
+    from glm5.ops.grouped.autograd import grouped_linear_fused
+
+    return grouped_linear_fused(x, weight, ends, pairs, pair_input)

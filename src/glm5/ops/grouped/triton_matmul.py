@@ -1,0 +1,264 @@
+"""The product of each group's rows with its weight, and the pairs' part in the same accumulator.
+
+Programs stay for many tiles. A tile's last product has the padded rank as its depth: the low-rank
+side times the outer factor, so that the pairs cost no pass of their own over the output.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from glm5.ops.grouped.triton_factors import (
+    Factors,
+    is_interpreted,
+    pair_factor,
+    pair_of_part,
+    slot_rows,
+)
+from glm5.ops.grouped.triton_tiles import RowTiles
+
+
+class MatmulTiles(NamedTuple):
+    """A program's output tile, its step along the depth, tiles of rows that go together for the
+    sake of L2, and the compiler's options."""
+
+    rows: int
+    columns: int
+    depth: int
+    together: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    store_pieces: int = 0
+
+
+@triton.jit
+def _tail(
+    low_ptr, factors, ranks, group_strides, group, rows, last, columns, column_end, pair, step,
+    num_slots, part_columns, in_features,
+    RANK: tl.constexpr, FORWARD: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """One step of the tail: low [BLOCK_M, STEP] and the outer factor [STEP, BLOCK_N]."""
+    steps = step + tl.arange(0, STEP)
+    is_column = columns < column_end
+    if FORWARD:
+        factor_ptr, rank = pair_factor(factors, ranks, group_strides, group, pair)
+        in_part = columns % part_columns
+        factor = tl.load(
+            factor_ptr + in_part[:, None] * rank + steps[None, :],
+            mask=is_column[:, None] & (steps < rank)[None, :], other=0.0,
+        ).T  # fmt: skip
+        slots, is_slot = tl.maximum(pair, 0) * RANK + steps, steps < rank
+    else:
+        factor_rows, is_slot = slot_rows(
+            factors, ranks, group_strides, group, steps, in_features, RANK
+        )
+        factor = tl.load(
+            factor_rows[:, None] + columns[None, :],
+            mask=is_slot[:, None] & is_column[None, :], other=0.0,
+        )  # fmt: skip
+        slots = steps
+    low = tl.load(
+        low_ptr + rows.to(tl.int64)[:, None] * num_slots + slots[None, :],
+        mask=(rows < last)[:, None] & is_slot[None, :], other=0.0,
+    )  # fmt: skip
+    return low, factor
+
+
+@triton.jit
+def _tile_of(tile, num_row_tiles, num_column_tiles, TOGETHER: tl.constexpr):
+    """Row and column tile of a number: columns of TOGETHER row tiles, one after the other."""
+    per_block = TOGETHER * num_column_tiles
+    first = tile // per_block * TOGETHER
+    height = tl.minimum(num_row_tiles - first, TOGETHER)
+    within = tile % per_block
+    return first + within % height, within // height
+
+
+@triton.jit
+def _grouped_matmul_kernel(
+    x, weight, out, out_ptr, low_ptr, table_ptr, count_ptr,
+    factors, ranks, group_strides, parts,
+    num_slots, depth, out_columns, part_columns, in_features,
+    RANK: tl.constexpr, FORWARD: tl.constexpr, HAS_BASE: tl.constexpr, HAS_PAIRS: tl.constexpr,
+    TAIL: tl.constexpr, TAIL_STEP: tl.constexpr, USE_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
+    UPCAST: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    num_row_tiles = tl.load(count_ptr)
+    tiles_per_part = tl.cdiv(part_columns, BLOCK_N)
+    num_column_tiles = tiles_per_part * (out_columns // part_columns)
+    num_tiles = num_row_tiles * num_column_tiles
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        row_tile, column_tile = _tile_of(tile, num_row_tiles, num_column_tiles, TOGETHER)
+        group = tl.load(table_ptr + row_tile * 4)
+        first = tl.load(table_ptr + row_tile * 4 + 1)
+        last = tl.load(table_ptr + row_tile * 4 + 2)
+        part = column_tile // tiles_per_part
+        column = part * part_columns + column_tile % tiles_per_part * BLOCK_N
+        column_end = (part + 1) * part_columns
+        rows, columns = first + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        pair = 0
+        if HAS_PAIRS:
+            if FORWARD:
+                pair = pair_of_part(part, parts)
+            # Loaded before the main loop, so that nobody waits for it behind the loop.
+            low, factor = _tail(
+                low_ptr, factors, ranks, group_strides, group, rows, last, columns, column_end,
+                pair, 0, num_slots, part_columns, in_features, RANK, FORWARD, TAIL_STEP,
+            )  # fmt: skip
+        if HAS_BASE:
+            if USE_TMA:
+                for k in tl.range(0, depth, BLOCK_K):
+                    x_tile = x.load([first, k])
+                    if FORWARD:
+                        w_tile = weight.load([group * out_columns + column, k]).T
+                    else:
+                        w_tile = weight.load([group * depth + k, column])
+                    if UPCAST:
+                        x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
+                    acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+            else:
+                in_k = tl.arange(0, BLOCK_K)
+                x_rows = x + rows.to(tl.int64)[:, None] * depth
+                w_group = weight + group.to(tl.int64) * out_columns * depth
+                for k in tl.range(0, depth, BLOCK_K):
+                    ks = k + in_k
+                    x_tile = tl.load(
+                        x_rows + ks[None, :],
+                        mask=(rows < last)[:, None] & (ks < depth)[None, :], other=0.0,
+                    )  # fmt: skip
+                    mask = (ks < depth)[:, None] & (columns < column_end)[None, :]
+                    if FORWARD:
+                        w_ptrs = w_group + columns[None, :] * depth + ks[:, None]
+                    else:
+                        w_ptrs = w_group + ks[:, None] * out_columns + columns[None, :]
+                    w_tile = tl.load(w_ptrs, mask=mask, other=0.0)
+                    if UPCAST:
+                        x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
+                    acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+        if HAS_PAIRS:
+            if UPCAST:
+                low, factor = low.to(tl.float32), factor.to(tl.float32)
+            acc = tl.dot(low, factor, acc, input_precision="ieee")
+            for step in tl.static_range(TAIL_STEP, TAIL, TAIL_STEP):
+                low, factor = _tail(
+                    low_ptr, factors, ranks, group_strides, group, rows, last, columns, column_end,
+                    pair, step, num_slots, part_columns, in_features, RANK, FORWARD, TAIL_STEP,
+                )  # fmt: skip
+                if UPCAST:
+                    low, factor = low.to(tl.float32), factor.to(tl.float32)
+                acc = tl.dot(low, factor, acc, input_precision="ieee")
+        result = acc.to(out_ptr.dtype.element_ty)
+        if USE_TMA and PIECES > 0:
+            if (last - first == BLOCK_M) & (column + BLOCK_N <= column_end):
+                if PIECES == 1:
+                    out.store([first, column], result)
+                else:
+                    halves = result.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1)
+                    left, right = halves.split()
+                    out.store([first, column], left)
+                    out.store([first, column + BLOCK_N // 2], right)
+            else:
+                _store(out_ptr, result, rows, last, columns, column_end, out_columns)
+        else:
+            _store(out_ptr, result, rows, last, columns, column_end, out_columns)
+
+
+@triton.jit
+def _store(out_ptr, result, rows, last, columns, column_end, out_columns):
+    tl.store(
+        out_ptr + rows.to(tl.int64)[:, None] * out_columns + columns[None, :],
+        result, mask=(rows < last)[:, None] & (columns < column_end)[None, :],
+    )  # fmt: skip
+
+
+def grouped_matmul(
+    x: Tensor, weight: Tensor | None, tiles: RowTiles, low: Tensor | None, factors: Factors | None,
+    shape: tuple[int, int], *, forward: bool, num_parts: int, block: MatmulTiles,
+) -> Tensor:  # fmt: skip
+    """Forward: x W_g^T + low b_g^T; else x W_g + low a_g, for the rows of each group.
+
+    x [t, in or out], low [t, slots] contiguous, weight [n, out, in] contiguous, or None for the
+    pairs' part alone; factors: b forward, a else; shape: that of the result; num_parts: equal
+    parts of the result's columns, forward -> [t, out or in] in the dtype of x.
+    """
+    out = x.new_empty(shape)
+    if out.numel() == 0:
+        return out
+    depth = x.shape[1]
+    use_tma = weight is not None and _takes_tma(x, weight, out, depth, block)
+    given: list[Any] = [x, x if weight is None else weight, out]
+    if use_tma:
+        w_block = [block.columns, block.depth] if forward else [block.depth, block.columns]
+        piece = block.columns // max(1, block.store_pieces)
+        blocks = [block.rows, block.depth], w_block, [block.rows, piece]
+        flat = (given[0], given[1].view(-1, given[1].shape[2]), given[2])
+        given = [TensorDescriptor.from_tensor(y, b) for y, b in zip(flat, blocks, strict=True)]
+    has_pairs = factors is not None and bool(factors.tensors)
+    tail = 16
+    if factors is None or not has_pairs:
+        pair_arguments: dict[str, Any] = _no_pairs(x)
+    else:
+        pair_arguments = factors.kernel_arguments()
+        together = 1 if forward else triton.next_power_of_2(len(factors.tensors))
+        tail = factors.padded_rank * together
+    num_programs = block.programs_per_sm * _num_processors(x)
+    part_columns = shape[1] // num_parts
+    bound = tiles.num_bound * num_parts * triton.cdiv(part_columns, block.columns)
+    _grouped_matmul_kernel[(min(num_programs, bound),)](
+        *given, out, x if low is None else low, tiles.table, tiles.num_tiles,
+        num_slots=0 if low is None else low.shape[1], depth=depth, out_columns=shape[1],
+        part_columns=part_columns, in_features=shape[1], **pair_arguments,
+        FORWARD=forward, HAS_BASE=weight is not None, HAS_PAIRS=has_pairs,
+        TAIL=tail, TAIL_STEP=min(tail, 32), USE_TMA=use_tma, **block_options(x, block),
+    )  # fmt: skip
+    return out
+
+
+def block_options(x: Tensor, block: MatmulTiles) -> dict[str, Any]:
+    """What a kernel takes of its tiles."""
+    return {
+        "BLOCK_M": block.rows,
+        "BLOCK_N": block.columns,
+        "BLOCK_K": block.depth,
+        "TOGETHER": block.together,
+        "UPCAST": is_interpreted(x),
+        "PIECES": block.store_pieces,
+        "num_warps": block.num_warps,
+        "num_stages": block.num_stages,
+    }
+
+
+def choose_tiles(x: Tensor, num_groups: int, columns: int) -> MatmulTiles:
+    """Tiles by the dtype, by how many rows a group has on average, and by the narrowest part."""
+    if x.element_size() != 2:
+        return MatmulTiles(32, 64, 32, 8, 4, 2, 4)
+    if len(x) <= 64 * num_groups or columns < 128:
+        return MatmulTiles(64, 128 if columns > 64 else 64, 64, 8, 4, 4, 2)
+    return MatmulTiles(128, 256 if columns >= 256 else 128, 64, 8, 8, 3, 1)
+
+
+def _no_pairs(x: Tensor) -> dict[str, Any]:
+    """Arguments that the kernel does not read."""
+    return {"factors": (x,), "ranks": (0,), "group_strides": (0,), "parts": (0,), "RANK": 16}
+
+
+def _takes_tma(x: Tensor, weight: Tensor, out: Tensor, depth: int, block: MatmulTiles) -> bool:
+    """Whether rows begin at 16 bytes, and no step of the depth reaches into the next weight."""
+    tensors = (x, weight, out)
+    aligned = all(y.data_ptr() % 16 == 0 for y in tensors)
+    whole_rows = all(y.shape[-1] * y.element_size() % 16 == 0 for y in tensors)
+    return aligned and whole_rows and x.element_size() == 2 and depth % block.depth == 0
+
+
+def _num_processors(x: Tensor) -> int:
+    """Of the GPU; few for the interpreter, so that programs stay for several tiles."""
+    if is_interpreted(x):
+        return 2
+    return torch.cuda.get_device_properties(x.device).multi_processor_count

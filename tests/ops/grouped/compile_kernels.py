@@ -1,0 +1,181 @@
+"""Compiles the grouped kernels for Hopper without a GPU; prints a report as JSON.
+
+Run as a program, in a process where Triton's interpreter is off: see test_triton_compile.py.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from glm5.ops.grouped import hopper_matmul, triton_matmul, triton_narrow, triton_sums
+
+WIDTH, OUT, RANK = 6144, 4096, 16
+
+
+class Constant(NamedTuple):
+    """A tuple that is a constant itself."""
+
+    value: tuple[int, ...]
+
+
+def compile_kernel(
+    kernel: Any, arguments: dict[str, Any], source: type = ASTSource, **options: int
+) -> Any:
+    """Strings are types of run-time arguments, tuples of strings too; what else is constant.
+
+    Pointers and integers are taken to be multiples of 16, as the model's sizes are.
+    """
+    names = kernel.arg_names
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, name in enumerate(names):
+        value = arguments[name]
+        if isinstance(value, str):
+            signature[name] = value
+            aligned[i,] = [["tt.divisibility", 16]]
+        elif isinstance(value, tuple) and not isinstance(value, Constant):
+            signature[name] = value
+            aligned |= {(i, j): [["tt.divisibility", 16]] for j in range(len(value))}
+        else:
+            value = value.value if isinstance(value, Constant) else value
+            signature[name], constants[name] = "constexpr", value
+    aligned = {k: v for k, v in aligned.items() if "tensordesc" not in str(signature[names[k[0]]])}
+    return triton.compile(
+        source(fn=kernel, signature=signature, constexprs=constants, attrs=aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options=options,
+    )
+
+
+def _pairs(num: int) -> dict[str, Any]:
+    return {
+        "factors": ("*bf16",) * num,
+        "ranks": ("i32",) * num,
+        "group_strides": ("i32",) * num,
+        "parts": ("i32",) * num,
+    }
+
+
+def compile_matmul(
+    num_pairs: int, forward: bool, block: triton_matmul.MatmulTiles | None = None
+) -> Any:
+    """The main product of fc1 as launched at GLM-5's width."""
+    columns = OUT // 2 if forward else WIDTH
+    x = torch.empty(65536, WIDTH if forward else OUT, dtype=torch.bfloat16, device="meta")
+    block = block or triton_matmul.choose_tiles(x, 256, columns)
+    rows = [block.columns, block.depth] if forward else [block.depth, block.columns]
+    options = triton_matmul.block_options(x, block) | {"UPCAST": False}
+    launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
+    tail = RANK if forward else RANK * max(1, num_pairs)
+    arguments = {
+        "x": f"tensordesc<bf16[{block.rows}, {block.depth}]>",
+        "weight": f"tensordesc<bf16{rows}>",
+        "out": f"tensordesc<bf16[{block.rows}, {block.columns // max(1, block.store_pieces)}]>",
+        "out_ptr": "*bf16", "low_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
+        **_pairs(max(1, num_pairs)),
+        **dict.fromkeys(
+            ("num_slots", "depth", "out_columns", "part_columns", "in_features"), "i32"
+        ),
+        "RANK": RANK, "FORWARD": forward, "HAS_BASE": True, "HAS_PAIRS": num_pairs > 0,
+        "TAIL": tail, "TAIL_STEP": min(tail, 32), "USE_TMA": True, **options,
+    }  # fmt: skip
+    return compile_kernel(triton_matmul._grouped_matmul_kernel, arguments, **launch)
+
+
+def compile_narrow(num_pairs: int, is_a: bool) -> Any:
+    """The low-rank side of fc1."""
+    x = torch.empty(65536, WIDTH, dtype=torch.bfloat16, device="meta")
+    factors = triton_narrow.Factors(
+        (torch.empty(256, RANK, WIDTH, device="meta"),) * num_pairs, (RANK,) * num_pairs,
+        tuple(range(num_pairs)), (1.0,) * num_pairs, RANK,
+    )  # fmt: skip
+    options = triton_narrow.launch_options(
+        x, factors, is_a=is_a, block_m=triton_narrow.narrow_block(x)
+    ) | {"UPCAST": False}
+    launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
+    arguments = {
+        "x_ptr": "*bf16", "low_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
+        "scales": ("fp32",) * num_pairs, **_pairs(num_pairs),
+        **dict.fromkeys(("x_columns", "k_columns", "num_slots"), "i32"), "RANK": RANK, **options,
+    }  # fmt: skip
+    return compile_kernel(triton_narrow._narrow_kernel, arguments, **launch)
+
+
+def compile_sums(num_right: int) -> Any:
+    """Gradients of a factor, or of a weight, of fc1."""
+    left = torch.empty(65536, WIDTH, dtype=torch.bfloat16, device="meta")
+    block = triton_sums.sum_tiles(left, num_right)
+    arguments = {
+        "left_ptr": "*bf16", "right_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32",
+        "table_ptr": "*i32", "count_ptr": "*i32",
+        **dict.fromkeys(
+            ("num_left", "num_right", "left_stride", "right_stride", "out_group", "out_left"), "i32"
+        ),
+        "out_right": 1, "BLOCK_L": block.left, "BLOCK_R": block.right, "BLOCK_T": block.rows,
+        "UPCAST": False,
+    }  # fmt: skip
+    options = {"num_warps": block.num_warps, "num_stages": block.num_stages}
+    return compile_kernel(triton_sums._row_sums_kernel, arguments, **options)
+
+
+def compile_hopper(num_pairs: int, forward: bool) -> Any:
+    """The Gluon product of fc1."""
+    w_block = [256, 64] if forward else [64, 256]
+    arguments = {
+        "x_desc": _gluon_descriptor([128, 64]), "w_desc": _gluon_descriptor(w_block),
+        "low_desc": _gluon_descriptor([128, 64]), "out_desc": _gluon_descriptor([64, 128]),
+        "factor_0": _gluon_descriptor([1, *w_block]), "factor_1": _gluon_descriptor([1, *w_block]),
+        "out_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
+        "group_stride_0": 1, "group_stride_1": 1,
+        **dict.fromkeys(("depth", "out_columns", "part_columns"), "i32"),
+        "PARTS": Constant(tuple(range(num_pairs))), "RANK": RANK, "RANK_STEPS": 1,
+        "FORWARD": forward, "TOGETHER": 8, "STAGES": 4,
+    }  # fmt: skip
+    kernel = hopper_matmul._grouped_matmul_hopper_kernel
+    return compile_kernel(kernel, arguments, GluonASTSource, num_warps=4)
+
+
+def _gluon_descriptor(shape: list[int]) -> str:
+    layout = (
+        f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank={len(shape)}, "
+        "transposed=False, fp4_padded=False, cga_layout=[])"
+    )
+    return f"tensordesc<bf16{shape},{layout}>"
+
+
+def report(kernel: Any) -> dict[str, int]:
+    """Shared memory and the instructions that matter."""
+    ptx = kernel.asm["ptx"]
+    return {
+        "shared_bytes": kernel.metadata.shared,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": ptx.count("mma.sync"),
+        "bulk_copies": ptx.count("cp.async.bulk.tensor"),
+        "copies": ptx.count("cp.async.c"),
+    }
+
+
+def main() -> None:
+    """Compile each kernel as it is launched for fc1 with gate and up, rank 16."""
+    compiled = {
+        "forward": compile_matmul(2, forward=True),
+        "input_grads": compile_matmul(2, forward=False),
+        "base_forward": compile_matmul(0, forward=True),
+        "hopper_forward": compile_hopper(2, forward=True),
+        "hopper_input_grads": compile_hopper(2, forward=False),
+        "low": compile_narrow(2, is_a=True),
+        "grad_low": compile_narrow(2, is_a=False),
+        "factor_grads": compile_sums(RANK),
+        "weight_grads": compile_sums(WIDTH),
+    }
+    print(json.dumps({name: report(kernel) for name, kernel in compiled.items()}))
+
+
+if __name__ == "__main__":
+    main()
