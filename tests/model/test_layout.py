@@ -60,12 +60,6 @@ def test_what_divides_is_taken_over(layout: Layout) -> None:
     assert config.expert_model_parallel_size == layout.ep
 
 
-def test_the_mtp_layer_needs_whole_rows() -> None:
-    with pytest.raises(LayoutError, match=r"(?s)MTP layer.*cp 2.*set cp to 1"):
-        configure(Layout(cp=2), include_mtp=True)
-    configure(Layout(tp=2, pp=2, ep=2), include_mtp=True)
-
-
 def test_stages_are_interleaved_over_the_pipeline_ranks() -> None:
     config = configure(Layout(pp=2, vpp=2))
     layout = config.pipeline_model_parallel_layout

@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
     "ep2": (2, Layout(ep=2), ("adapters", "indexer")),
     "etp2": (2, Layout(etp=2), ("adapters", "weights")),
     "tp2": (2, Layout(tp=2), ("adapters", "heads", "mtp")),
-    "cp2": (2, Layout(cp=2), ("adapters", "indexer", "bf16")),
+    "cp2": (2, Layout(cp=2), ("adapters", "indexer", "mtp", "bf16")),
     "pp2": (2, Layout(pp=2), ("adapters", "mtp")),
     "pp2vpp2": (2, Layout(pp=2, vpp=2), ("adapters", "mtp", "bf16")),
     "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters", "bf16")),

@@ -25,6 +25,7 @@ RIGHT = {
     "interleaved stages": Case({"pp": 2, "vpp": 2, "tp": 2}),
     "experts cut inside": Case({"tp": 2, "ep": 2, "etp": 4}),
     "mtp over tp": Case({"tp": 2, "ep": 2}, mtp=True),
+    "mtp over cp": Case({"cp": 2, "ep": 2}, mtp=True),
 }
 WRONG = {
     "a missing part": (Case({"tp": 2}, wrong="FirstPart", name=O_PROJ), O_PROJ),
@@ -33,7 +34,6 @@ WRONG = {
     "heads": (Case({"tp": 3}), "num_attention_heads does not divide"),
     "experts": (Case({"ep": 16}), "n_routed_experts does not divide"),
     "a shared start": (Case({"pp": 2}, split=(4, 3)), "use layers per stage [2, 5]"),
-    "mtp over cp": (Case({"cp": 2}, mtp=True), "cp"),
     "interleaved on one rank": (Case({"vpp": 2}), "cannot be interleaved on one pipeline rank"),
 }
 

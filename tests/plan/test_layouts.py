@@ -5,11 +5,9 @@ import pytest
 from glm5.errors import LayoutError
 from glm5.plan.layouts import parse_layout, place, smallest_world, valid_placements
 from glm5.plan.models import read_model
-from glm5.plan.workload import Workload
 from glm5.runtime.distributed import Layout
 
 GLM52 = read_model("GLM-5.2")[1]
-LORA, FULL = Workload(), Workload(mode="full")
 
 
 def test_a_layout_is_its_axes_in_any_order() -> None:
@@ -31,40 +29,39 @@ def test_what_is_no_layout(text: str) -> None:
 )
 def test_the_smallest_world(layout: Layout, gpus: int) -> None:
     assert smallest_world(layout) == gpus
-    place(GLM52, layout, gpus, LORA)
+    place(GLM52, layout, gpus)
     for fewer in range(1, gpus):
         with pytest.raises(LayoutError, match="does not divide the processes"):
-            place(GLM52, layout, fewer, LORA)
+            place(GLM52, layout, fewer)
 
 
 @pytest.mark.parametrize(
-    ("layout", "work", "split", "text"),
+    ("layout", "split", "text"),
     [
-        (Layout(tp=3), LORA, None, "num_attention_heads"),
-        (Layout(ep=3), LORA, None, "n_routed_experts"),
-        (Layout(etp=3), LORA, None, "moe_intermediate_size does not divide"),
-        (Layout(vpp=2), LORA, None, "cannot be interleaved on one pipeline rank"),
-        (Layout(pp=22), LORA, None, "at most 21"),
-        (Layout(pp=11, vpp=2), LORA, None, "at most 21"),
-        (Layout(pp=4), LORA, (20, 20), "4 positive numbers that add up to 78"),
-        (Layout(pp=4), LORA, (20, 20, 20, 18), "starts on layer 20, which shares"),
+        (Layout(tp=3), None, "num_attention_heads"),
+        (Layout(ep=3), None, "n_routed_experts"),
+        (Layout(etp=3), None, "moe_intermediate_size does not divide"),
+        (Layout(vpp=2), None, "cannot be interleaved on one pipeline rank"),
+        (Layout(pp=22), None, "at most 21"),
+        (Layout(pp=11, vpp=2), None, "at most 21"),
+        (Layout(pp=4), (20, 20), "4 positive numbers that add up to 78"),
+        (Layout(pp=4), (20, 20, 20, 18), "starts on layer 20, which shares"),
     ],
 )
 def test_bad_layouts_say_what_training_would(
-    layout: Layout, work: Workload, split: tuple[int, ...] | None, text: str
+    layout: Layout, split: tuple[int, ...] | None, text: str
 ) -> None:
     with pytest.raises(LayoutError) as caught:
-        place(GLM52, layout, smallest_world(layout), work, split)
+        place(GLM52, layout, smallest_world(layout), split)
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("work", [LORA, FULL])
-def test_all_listed_layouts_are_valid_and_different(work: Workload) -> None:
-    found = list(valid_placements(GLM52, 16, work))
+def test_all_listed_layouts_are_valid_and_different() -> None:
+    found = list(valid_placements(GLM52, 16))
     assert len({placed.layout for placed in found}) == len(found)
     for placed in found:
         layout = placed.layout
-        assert placed == place(GLM52, layout, 16, work)
+        assert placed == place(GLM52, layout, 16)
         assert placed.dp * layout.tp * layout.pp * layout.cp == 16
         assert placed.expert_copies * layout.ep * layout.pp == 16
         assert sum(placed.layers_per_stage) == 78
@@ -77,7 +74,7 @@ def test_all_listed_layouts_are_valid_and_different(work: Workload) -> None:
 
 def test_chunks_in_flight() -> None:
     """Megatron-Core's 1F1B schedules: of the first rank the most."""
-    plain = place(GLM52, Layout(pp=4, tp=2), 8, LORA)
+    plain = place(GLM52, Layout(pp=4, tp=2), 8)
     assert [plain.in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
-    interleaved = place(GLM52, Layout(pp=4, vpp=2, tp=2), 8, LORA)
+    interleaved = place(GLM52, Layout(pp=4, vpp=2, tp=2), 8)
     assert [interleaved.in_flight(rank) for rank in range(4)] == [11, 9, 7, 5]

@@ -26,7 +26,7 @@ LORA, FULL = Workload(), Workload(mode="full")
 
 def on(work: Workload = LORA, **sizes: int) -> Candidate:
     layout = Layout(**sizes)
-    return evaluate(GLM52, place(GLM52, layout, smallest_world(layout), work), work)
+    return evaluate(GLM52, place(GLM52, layout, smallest_world(layout)), work)
 
 
 def test_weights_gradients_and_optimizer_of_full_training() -> None:
@@ -93,7 +93,7 @@ def test_the_best_one_fits_and_is_the_fastest_that_does() -> None:
 
 
 def test_recompute_is_taken_only_where_it_is_needed() -> None:
-    placed = place(GLM52, Layout(pp=4, ep=8), 32, LORA)
+    placed = place(GLM52, Layout(pp=4, ep=8), 32)
     roomy = best_recompute(GLM52, placed, LORA, 10_000)
     assert roomy.work.recompute == "none"
     tight = best_recompute(GLM52, placed, LORA, roomy.needed / GIB - 1)
@@ -102,7 +102,7 @@ def test_recompute_is_taken_only_where_it_is_needed() -> None:
 
 def test_the_optimizer_is_shared_by_the_ranks_with_the_same_weights() -> None:
     """On 32 GPUs at pp 4 and ep 8 every expert is on one rank, and all else on eight."""
-    placed = place(GLM52, Layout(pp=4, ep=8), 32, FULL)
+    placed = place(GLM52, Layout(pp=4, ep=8), 32)
     figures = evaluate(GLM52, placed, FULL).stages[1]
     held = stage_elements(GLM52, figures.stage, placed.layout, FULL)
     shared = (held.trained - held.experts) // 8
@@ -118,7 +118,7 @@ def test_interleaving_shortens_the_idle_time() -> None:
 
 @pytest.mark.parametrize("work", [LORA, FULL])
 def test_the_recipe_is_a_run_file_of_that_layout(tmp_path: Path, work: Workload) -> None:
-    placed = place(GLM52, Layout(pp=8, ep=32), 256, work)
+    placed = place(GLM52, Layout(pp=8, ep=32), 256)
     path = tmp_path / "run.toml"
     path.write_text(recipe(NAME, evaluate(GLM52, placed, work)))
     run = RunConfig.from_toml(path)

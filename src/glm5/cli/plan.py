@@ -45,12 +45,12 @@ def run_plan(model: str, options: PlanOptions, *, json: bool) -> int:
     """
     output = Output(json)
     name, glm5 = read_model(model)
-    work = Workload(mode=options.mode, seq_len=options.seq_len, mtp=options.mtp)
+    work = Workload(mode=options.mode, seq_len=options.seq_len)
     if options.layout is None:
         return _choose(output, name, glm5, work, options)
     layout = parse_layout(options.layout)
     split = _split(options.layers_per_stage)
-    placed = place(glm5, layout, options.gpus or smallest_world(layout), work, split)
+    placed = place(glm5, layout, options.gpus or smallest_world(layout), split)
     if options.dry_run:
         return _dry_run(output, glm5, placed, include_mtp=options.mtp)
     candidate = best_recompute(glm5, placed, work, options.gpu_memory_gib)

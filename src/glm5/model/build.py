@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from glm5.model.mtp import Glm5Model
 from glm5.model.spec import decoder_spec, mtp_spec
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 
@@ -22,7 +23,7 @@ def _build(config: Glm5TransformerConfig, vp_stage: int | None) -> GPTModel:
     position = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     # without memory of its own nothing may be made elsewhere first
     with device if device.type == "meta" else nullcontext():
-        model = GPTModel(
+        model = Glm5Model(
             config=config,
             transformer_layer_spec=decoder_spec(config, vp_stage),
             vocab_size=glm5.vocab_size,

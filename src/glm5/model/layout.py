@@ -7,11 +7,11 @@ from glm5.errors import LayoutError
 from glm5.runtime.distributed import Layout
 
 
-def check_layout(glm5: Glm5Config, layout: Layout, *, mtp: bool) -> None:
+def check_layout(glm5: Glm5Config, layout: Layout) -> None:
     """Checks all but the pipeline's stages.
 
     Raises:
-        LayoutError: a size does not divide what it splits, or two features exclude each other.
+        LayoutError: a size does not divide what it splits.
     """
     for name, size, ranks in _splits(glm5, layout):
         if size % ranks:
@@ -21,14 +21,6 @@ def check_layout(glm5: Glm5Config, layout: Layout, *, mtp: bool) -> None:
                 expected="a multiple of the number of ranks",
                 remedy="choose another tp, ep or etp",
             )
-    if mtp and layout.cp > 1:
-        raise LayoutError(
-            # Megatron shifts each rank's tokens as if they were two chunks, one from either end
-            "the MTP layer cannot look one token ahead into another context-parallel rank",
-            got=f"model.mtp with cp {layout.cp}",
-            expected="cp 1 where the MTP layer trains",
-            remedy="leave the MTP layer out, or set cp to 1",
-        )
 
 
 def _splits(glm5: Glm5Config, layout: Layout) -> list[tuple[str, int, int]]:

@@ -31,6 +31,18 @@ def gather_keys(x: Tensor, batch: int, *, partial_grad: bool = True) -> Tensor:
     return _gather(x, batch, parallel_state.get_context_parallel_group(), partial_grad=True)
 
 
+def gather_context(x: Tensor) -> Tensor:
+    """x [b, s / cp], a constant of this rank's tokens -> [b, s] of whole rows."""
+    group = parallel_state.get_context_parallel_group()
+    return _gather(x.flatten(), len(x), group, partial_grad=True).view(len(x), -1)
+
+
+def own_context(x: Tensor) -> Tensor:
+    """Undoes `gather_context`: x [b, s] -> [b, s / cp], the tokens of this rank."""
+    group = parallel_state.get_context_parallel_group()
+    return x.chunk(group.size(), dim=1)[group.rank()]
+
+
 def by_rank(x: Tensor) -> Tensor:
     """x [t, ...] -> the same rows, first those of tensor-parallel rank 0, then of rank 1, ...
 

@@ -14,7 +14,6 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -29,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from glm5.model.attention import DSASelfAttention, IndexerType
 from glm5.model.layer import Glm5TransformerLayer
+from glm5.model.mtp import Glm5MtpLayer
 from glm5.model.norm import RMSNorm
 from glm5.model.transformer_config import Glm5TransformerConfig
 
@@ -50,7 +50,7 @@ def decoder_spec(
 def mtp_spec(config: Glm5TransformerConfig) -> ModuleSpec:
     """Multi-token prediction: every MTP layer has an indexer of its own and experts."""
     layer = ModuleSpec(
-        module=MultiTokenPredictionLayer,
+        module=Glm5MtpLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=RMSNorm,
             hnorm=RMSNorm,

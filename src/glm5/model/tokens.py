@@ -76,16 +76,22 @@ def token_row(
     cu_seqlens_q of thd inputs, whose batch is 1, counts the tokens of all context-parallel ranks.
     """
     cp_size = parallel_state.get_context_parallel_world_size()
-    full_len = seq_len * cp_size
-    documents: tuple[int, ...] | None = (full_len,) * batch
+    whole = whole_row(seq_len * cp_size, batch, packed_seq_params, device)
+    if cp_size == 1:
+        return whole
+    return whole.share(parallel_state.get_context_parallel_rank(), cp_size)
+
+
+def whole_row(
+    seq_len: int, batch: int, packed_seq_params: PackedSeqParams | None, device: torch.device
+) -> TokenRow:
+    """The documents of seq_len x batch tokens, those of all context-parallel ranks."""
+    documents: tuple[int, ...] | None = (seq_len,) * batch
     if packed_seq_params is not None:
         assert batch == 1, f"thd inputs have batch 1, got {batch}"
         cu_seqlens = packed_seq_params.cu_seqlens_q
         is_known = isinstance(packed_seq_params, PackedDocuments)
         documents = packed_seq_params.lengths if is_known else None
     else:
-        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * full_len
-    whole = TokenRow(*document_bounds(cu_seqlens, full_len * batch), batch, documents)
-    if cp_size == 1:
-        return whole
-    return whole.share(parallel_state.get_context_parallel_rank(), cp_size)
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * seq_len
+    return TokenRow(*document_bounds(cu_seqlens, seq_len * batch), batch, documents)

@@ -89,7 +89,7 @@ def glm5_transformer_config(
         raise ConfigError(
             "indexer_loss_coeff is no weight", got=indexer_loss_coeff, expected="a number from 0 up"
         )
-    check_layout(glm5, layout, mtp=include_mtp)
+    check_layout(glm5, layout)
     stages = pipeline_layout(glm5, layout.pp * layout.vpp, layers_per_stage, mtp=include_mtp)
     return Glm5TransformerConfig(
         glm5=glm5,

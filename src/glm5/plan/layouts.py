@@ -13,7 +13,6 @@ from glm5.errors import LayoutError
 from glm5.model.layout import check_layout
 from glm5.model.schedule import nearest_split, pipeline_layout
 from glm5.plan.hardware import GPUS_PER_NODE
-from glm5.plan.workload import Workload
 from glm5.runtime.distributed import Layout, check_world_size
 
 _INTERLEAVED = (1, 2)
@@ -88,7 +87,6 @@ def place(
     glm5: Glm5Config,
     layout: Layout,
     gpus: int,
-    work: Workload,
     layers_per_stage: tuple[int, ...] | None = None,
 ) -> Placement:
     """The layout on so many GPUs, checked as training would.
@@ -97,14 +95,14 @@ def place(
         LayoutError: the model or the number of GPUs cannot be split so.
     """
     check_world_size(layout, gpus)
-    check_layout(glm5, layout, mtp=work.mtp)
+    check_layout(glm5, layout)
     stages = layout.pp * layout.vpp
     split = tuple(layers_per_stage or nearest_split(glm5, stages))
-    pipeline_layout(glm5, stages, split, mtp=work.mtp)
+    pipeline_layout(glm5, stages, split, mtp=False)
     return Placement(layout, gpus, split)
 
 
-def valid_placements(glm5: Glm5Config, gpus: int, work: Workload) -> Iterator[Placement]:
+def valid_placements(glm5: Glm5Config, gpus: int) -> Iterator[Placement]:
     """Every layout of so many GPUs that this model can be trained in.
 
     Tensor parallelism stays within a node, where its collectives are fast enough to be of use.
@@ -121,7 +119,7 @@ def valid_placements(glm5: Glm5Config, gpus: int, work: Workload) -> Iterator[Pl
         if gpus % (tp * pp * cp) or gpus % (ep * pp):
             continue
         try:
-            yield place(glm5, Layout(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep), gpus, work)
+            yield place(glm5, Layout(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep), gpus)
         except LayoutError:
             continue
 

@@ -85,8 +85,7 @@ def candidates(
 ) -> list[Candidate]:
     """Every valid layout of so many GPUs: those that fit first, then the fastest."""
     found = [
-        best_recompute(glm5, place, work, gpu_memory_gib)
-        for place in valid_placements(glm5, gpus, work)
+        best_recompute(glm5, place, work, gpu_memory_gib) for place in valid_placements(glm5, gpus)
     ]
     return sorted(found, key=lambda c: (not c.fits(gpu_memory_gib), -c.tokens_per_second))
 

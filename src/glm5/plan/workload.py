@@ -24,8 +24,6 @@ class Workload:
     adapter_rank: int = 16
     targets: tuple[str, ...] = ATTENTION_TARGETS
     """With LoRA: Hugging Face names of the linears that get adapters."""
-    mtp: bool = False
-    """Whether the MTP layer is built: for a dry run, memory and speed are those without it."""
     indexer_loss: bool = True
     """In full training: whether the indexer learns from its loss."""
 

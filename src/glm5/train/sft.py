@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 
 from glm5.model.forward import packed_documents
@@ -28,8 +27,6 @@ def forward_step(
         context_share(tensor).to(device, non_blocking=True)
         for tensor in (row.input_ids, row.labels, row.loss_mask)
     )
-    # Megatron's own report of MTP losses, unread here, keeps the size of the first model's
-    MTPLossLoggingHelper.tracker.clear()
     losses = model(
         input_ids=input_ids[None],
         position_ids=torch.arange(input_ids.numel(), device=device)[None],
