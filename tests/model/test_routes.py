@@ -38,3 +38,16 @@ def test_rows_of_one_kind_are_not_copied() -> None:
 def test_unknown_documents_are_all_sparse() -> None:
     routes = Routes.all_sparse(5)
     assert (routes.num_sparse, routes.dense_lengths) == (5, ())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_rank_has_every_size_th_query(size: int) -> None:
+    routes = Routes.by_length([3, 9, 8, 11, 1], topk=8)
+    numbers = torch.arange(32)
+    for rank in range(size):
+        own = routes.of_rank(rank, size)
+        for dense in (True, False):
+            taken = routes.take(numbers, dense=dense)
+            expected = taken[taken % size == rank]
+            assert torch.equal(own.take(numbers[rank::size], dense=dense), expected)
+        assert [run.dense for run in own.runs] == [run.dense for run in routes.runs]

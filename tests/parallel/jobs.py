@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -20,6 +21,7 @@ from glm5.checkpoint.fingerprint import base_fingerprints
 from glm5.checkpoint.hf_folder import hf_folder
 from glm5.lora.attach import adapted_modules, base_name
 from glm5.model.names import GlobalNames
+from glm5.ops import torch_backend
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
 from glm5.train.chat import TokenizedChat
 from glm5.train.loop import TrainLoop
@@ -272,6 +274,28 @@ def selections_when_shared(jobs: list[Job]) -> list[Tensor]:
         loop._step(1)
         found.append(torch.cat(taken))
     return found
+
+
+def selecting_queries(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """A step on rows of documents of these lengths, and how many queries each indexer call had."""
+    loop = start(job, dataset(lengths, sum(lengths)))
+    gradients, selected = record_gradients(loop), []
+    select_topk = torch_backend.select_topk
+
+    def noted(q: Tensor, *args: Any) -> Tensor:
+        selected.append(len(q))
+        return select_topk(q, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_backend, "select_topk", noted)
+        step = numbers(loop._step(1))
+    return {
+        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "etp_rank": parallel_state.get_expert_tensor_parallel_rank(),
+        "gradients": gradients[0],
+        "selected": selected,
+        "steps": [step],
+    }
 
 
 def weights(loop: TrainLoop) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from tests.parallel.jobs import (
     numbers,
     one_short_row,
     randomise_adapters,
+    selecting_queries,
     selections_when_shared,
     start,
 )
@@ -219,6 +220,27 @@ def test_ranks_that_share_queries_select_what_ranks_that_share_heads_do(job: Mak
     assert torch.equal(all_rows, same_rows)
     assert len(even) == len(odd) == len(all_rows) // 2
     assert torch.equal(torch.stack([even, odd], dim=1).flatten(0, 1), all_rows)
+
+
+# Three documents have at most the 8 tokens that a query selects; of the 21 and 14 queries of the
+# others the first tensor-parallel rank has 10 and 7. A pad token makes the row even.
+MIXED = (3, 21, 8, 1, 14)
+
+
+def test_short_documents_of_a_mixed_row_attend_densely_by_heads(job: MakeJob) -> None:
+    """Whole documents; the rest is attended for by tokens, by as many queries as there are."""
+    alone = job("mixed", "adapters")
+    split = replace(alone, layout=Layout(tp=2))
+    expected = selecting_queries(alone, MIXED)
+    found = run_ranks(results_of(alone), 2, selecting_queries, split, MIXED)
+    # four micro-batches through four layers with an indexer
+    assert expected["selected"] == [35] * 16
+    assert {rank["tp_rank"]: rank["selected"] for rank in found} == {0: [17] * 16, 1: [18] * 16}
+    gradients = assemble(found, "gradients", expected["gradients"])
+    assert_all_close(gradients, expected["gradients"], TENSOR_BOUND)
+    for rank in found:
+        loss = rank["steps"][0]["loss"]
+        assert loss == pytest.approx(expected["steps"][0]["loss"], rel=LOSS_BOUND)
 
 
 def test_stages_of_one_rank_are_uneven_and_share_selections(ranks: Ranks) -> None:

@@ -16,14 +16,8 @@ from glm5.model.indexer import IndexInputs, LightningIndexer
 from glm5.model.indexer_loss import add_indexer_loss
 from glm5.model.linear import LatentUpProjection, ReplicatedLinear
 from glm5.model.norm import RMSNorm
-from glm5.model.parallel import (
-    by_rank,
-    gather_keys,
-    heads_to_tokens,
-    in_order,
-    tokens_to_heads,
-    tp_sum,
-)
+from glm5.model.parallel import gather_keys, tp_sum
+from glm5.model.query_shares import QueryShares
 from glm5.model.routes import Routes
 from glm5.model.tokens import TokenRow, token_row
 from glm5.model.transformer_config import Glm5TransformerConfig
@@ -105,8 +99,7 @@ class DSASelfAttention(MegatronModule):
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         index_inputs = None
         if self.indexer is not None:
-            queries = row.of_this_rank() if self.config.shares_queries else row
-            topk_indices, index_inputs = self.indexer(hidden_states, q_latent, own, queries, routes)
+            topk_indices, index_inputs = self.indexer(hidden_states, q_latent, own, row, routes)
         assert topk_indices is not None, f"layer {self.layer_number} shares a top-k nobody made"
         q, kv = self._queries(q_latent, row), self._keys(hidden_states, own)
         out, lse = self._attend(q, kv, topk_indices, routes)
@@ -135,9 +128,10 @@ class DSASelfAttention(MegatronModule):
         learns = self.indexer is not None and self.indexer.learns
         if learns or self.config.deterministic_attention:
             return everything
-        routes = row.routes(self.config.glm5.index_topk)
-        # ranks share the queries of a row evenly, wherever its documents end
-        return everything if self.config.shares_queries and routes.num_sparse else routes
+        return row.routes(self.config.glm5.index_topk)
+
+    def _shares(self, routes: Routes, device: torch.device) -> QueryShares | None:
+        return QueryShares(routes, device) if self.config.shares_queries else None
 
     def _queries(self, q_latent: Tensor, row: TokenRow) -> Tensor:
         """q [t, h / tp, qk_head_dim] of all queries and this rank's heads: it has their weights."""
@@ -174,28 +168,37 @@ class DSASelfAttention(MegatronModule):
             out = self._dense(q, kv, routes.dense_lengths)
             return out.flatten(1), out.new_empty(0, out.shape[1], dtype=torch.float32)
         if not routes.dense_lengths:
-            out, lse = self._sparse(q, kv, topk_indices)
+            out, lse = self._sparse(q, kv, topk_indices, routes)
             return out.flatten(1), lse
-        sparse_q, sparse_topk = (routes.take(x, dense=False) for x in (q, topk_indices))
-        sparse, lse = self._sparse(sparse_q, kv, sparse_topk)
+        shares = self._shares(routes, q.device)
+        selecting = routes if shares is None else shares.own_routes
+        sparse_topk = selecting.take(topk_indices, dense=False)
+        sparse, lse = self._sparse(routes.take(q, dense=False), kv, sparse_topk, routes)
         dense_q, dense_kv = (routes.take(x, dense=True) for x in (q, kv))
         dense = self._dense(dense_q, dense_kv, routes.dense_lengths)
         return routes.join(dense, sparse).flatten(1), lse
 
-    def _sparse(self, q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Over selected keys: out [t, h / tp, v_head_dim], lse fp32 of the queries attended for."""
+    def _sparse(
+        self, q: Tensor, kv: Tensor, topk_indices: Tensor, routes: Routes
+    ) -> tuple[Tensor, Tensor]:
+        """Over selected keys: out [t, h / tp, v_head_dim], lse fp32 of the queries attended for.
+
+        q are the sparse queries of `routes`, topk_indices those of them that this rank attends for.
+        """
         glm5 = self.config.glm5
+        shares = self._shares(routes, q.device)
         out_latent, lse = self.backend.sparse_mla(
-            self._sparse_queries(q),
+            self._sparse_queries(q, shares),
             kv,
             topk_indices,
             glm5.softmax_scale,
             glm5.d_v,
             deterministic=self.config.deterministic_attention,
         )
-        if not self.config.shares_queries:
+        if shares is None:
             return self.linear_kv_up_proj.expand_output(out_latent), lse
-        return in_order(self.linear_kv_up_proj.expand_output(tokens_to_heads(out_latent))), lse
+        out = self.linear_kv_up_proj.expand_output(shares.tokens_to_heads(out_latent))
+        return shares.in_order(out), lse
 
     def _dense(self, q: Tensor, kv: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Over all keys of documents of these lengths: out [t, h / tp, v_head_dim]."""
@@ -206,17 +209,17 @@ class DSASelfAttention(MegatronModule):
         k = torch.cat([k_nope, k_rope], dim=-1)
         return causal_attention(q, k, v, lengths, glm5.softmax_scale)
 
-    def _sparse_queries(self, q: Tensor) -> Tensor:
+    def _sparse_queries(self, q: Tensor, shares: QueryShares | None) -> Tensor:
         """q [t, h / tp, qk_head_dim] -> [W_k^T q_nope, q_rope], absorbed.
 
-        [t, h / tp, d_qk] of this rank's heads, or [t / tp, h, d_qk] of its share of the queries.
+        [t, h / tp, d_qk] of this rank's heads, or [t_r, h, d_qk] of its share of the queries.
         """
         glm5 = self.config.glm5
-        if self.config.shares_queries:
-            q = by_rank(q)
+        if shares is not None:
+            q = shares.by_rank(q)
         q_nope, q_rope = q.split([glm5.qk_nope_head_dim, glm5.qk_rope_head_dim], dim=-1)
         q = torch.cat([self.linear_kv_up_proj.absorb_query(q_nope), q_rope], dim=-1)
-        return heads_to_tokens(q) if self.config.shares_queries else q
+        return q if shares is None else shares.heads_to_tokens(q)
 
     def _with_indexer_loss(
         self,
@@ -227,8 +230,10 @@ class DSASelfAttention(MegatronModule):
         lse: Tensor,
         topk_indices: Tensor,
     ) -> Tensor:
+        # where the indexer learns every query attends sparsely
+        shares = self._shares(Routes.all_sparse(len(q)), q.device)
         with torch.no_grad():
-            q = self._sparse_queries(q)
+            q = self._sparse_queries(q, shares)
         return add_indexer_loss(
             self.backend,
             output,

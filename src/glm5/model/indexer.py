@@ -15,6 +15,7 @@ from glm5.model.parallel import (
     of_this_rank,
     sum_gradient_over_tp,
 )
+from glm5.model.query_shares import QueryShares
 from glm5.model.routes import Routes
 from glm5.model.tokens import TokenRow
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
@@ -79,6 +80,8 @@ class LightningIndexer(MegatronModule):
     def project(self, x: Tensor, q_latent: Tensor, own: TokenRow, queries: TokenRow) -> IndexInputs:
         """x [s / tp, b, hidden_size]; q_latent [s / tp, b, q_lora_rank] normalised.
 
+        `own` are the tokens of x, `queries` those whose keys this rank selects.
+
         Tensor-parallel ranks that share attention by heads run the whole indexer each.
         """
         k = own.flatten(self.k_norm(self.linear_wk(x)[0]))
@@ -108,7 +111,7 @@ class LightningIndexer(MegatronModule):
     def select(self, inputs: IndexInputs, queries: TokenRow, routes: Routes) -> Tensor:
         """The topk_indices [t, index_topk] int32 of the queries; -1 for those that attend densely.
 
-        Where ranks share the queries none of them attends densely, and `routes` counts all.
+        `routes` are those of these queries alone.
         """
         q, weights, starts, ends = inputs.q, inputs.weights, queries.starts, queries.ends
         if routes.dense_lengths:
@@ -123,18 +126,23 @@ class LightningIndexer(MegatronModule):
         return routes.join(nothing, selected)
 
     def forward(
-        self, x: Tensor, q_latent: Tensor, own: TokenRow, queries: TokenRow, routes: Routes
+        self, x: Tensor, q_latent: Tensor, own: TokenRow, row: TokenRow, routes: Routes
     ) -> tuple[Tensor, IndexInputs | None]:
         """(topk_indices, inputs of the KL loss, which have gradients only when this one `learns`).
 
-        `own` are the tokens of x, `queries` those whose keys this rank selects. Where all queries
-        attend densely nothing is computed: ([0, index_topk], None). The main loss never reaches the
-        indexer, nor the indexer's loss the model, hence the detach.
+        `own` are the tokens of x, `row` and `routes` all queries: this rank selects for them, or
+        for its share. Where all of them attend densely nothing is computed: ([0, index_topk],
+        None). The main loss never reaches the indexer, nor the indexer's loss the model, hence the
+        detach.
         """
         if self.observed:
-            routes = Routes.all_sparse(len(queries.starts))
+            routes = Routes.all_sparse(len(row.starts))
         if not routes.num_sparse:
-            return queries.starts.new_empty(0, self.config.glm5.index_topk), None
+            return row.starts.new_empty(0, self.config.glm5.index_topk), None
+        queries = row
+        if self.config.shares_queries:
+            queries = row.of_this_rank()
+            routes = QueryShares(routes, x.device).own_routes
         with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
             inputs = self.project(x.detach(), q_latent.detach(), own, queries)
         return self.select(inputs, queries, routes), inputs

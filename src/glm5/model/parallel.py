@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from glm5.ops.indexer_kl.inputs import SumOverRanks
@@ -43,38 +43,10 @@ def own_context(x: Tensor) -> Tensor:
     return x.chunk(group.size(), dim=1)[group.rank()]
 
 
-def by_rank(x: Tensor) -> Tensor:
-    """x [t, ...] -> the same rows, first those of tensor-parallel rank 0, then of rank 1, ...
-
-    Rank r has the queries r, r + tp, r + 2 tp, ...: later queries of a document have more keys to
-    score, and so every rank has as many of each.
-    """
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    return x.unflatten(0, (-1, size)).transpose(0, 1).flatten(0, 1)
-
-
-def in_order(x: Tensor) -> Tensor:
-    """Undoes `by_rank`."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    return x.unflatten(0, (size, -1)).transpose(0, 1).flatten(0, 1)
-
-
 def of_this_rank(x: Tensor) -> Tensor:
-    """x [t, ...] -> [t / tp, ...], the rows of this rank's queries."""
+    """x [t, ...] -> [t / tp, ...], the rows of this rank's queries: see `QueryShares`."""
     group = parallel_state.get_tensor_model_parallel_group()
     return x[group.rank() :: group.size()]
-
-
-def heads_to_tokens(x: Tensor) -> Tensor:
-    """x [t, h / tp, d] of this rank's heads, rows `by_rank` -> [t / tp, h, d] of its queries."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    return all_to_all(group, x).unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
-
-
-def tokens_to_heads(x: Tensor) -> Tensor:
-    """Undoes `heads_to_tokens`: x [t / tp, h, d] -> [t, h / tp, d], rows `by_rank`."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    return all_to_all(group, x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1))
 
 
 def _gather(x: Tensor, batch: int, group: Any, partial_grad: bool) -> Tensor:

@@ -50,6 +50,16 @@ class Routes:
         """Queries that need a selection."""
         return sum(run.num_tokens for run in self.runs if not run.dense)
 
+    def of_rank(self, rank: int, size: int) -> Routes:
+        """Of the queries rank, rank + size, ...: how many of each run they are."""
+        runs, start = [], 0
+        for run in self.runs:
+            end = start + run.num_tokens
+            first = start + (rank - start) % size
+            runs.append(Run(run.dense, (len(range(first, end, size)),)))
+            start = end
+        return Routes(tuple(runs))
+
     def take(self, x: Tensor, *, dense: bool) -> Tensor:
         """x [t, ...] -> its rows that attend in that way; a view where they are neighbours."""
         parts = x.split([run.num_tokens for run in self.runs])
