@@ -1,6 +1,7 @@
 """What processes do that are given bad input, or of which one dies."""
 
 import os
+import time
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,20 @@ def refusals(cases: list[Refusal]) -> dict[str, str]:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
     return messages
+
+
+def hang_while_saving(job: Job, step: int, timeout_minutes: float) -> str:
+    """Takes a step and saves; rank 1 does nothing instead of writing. Rank 0's message."""
+    ensure_distributed(default_device(), job.layout, timeout_minutes=timeout_minutes)
+    loop = resume(job, step)
+    numbers(loop._step(step + 1))
+    if parallel_state.get_data_parallel_rank() == 1:
+        time.sleep(600)
+    try:
+        save(job, loop, step + 1)
+    except Glm5Error as error:
+        return str(error)
+    return ""
 
 
 def die_while_saving(job: Job, step: int) -> str:

@@ -30,7 +30,7 @@ def run_ranks(
 
     Results are what torch.load(weights_only=True) reads: tensors, numbers, strings, containers. An
     error in one process, or one that hangs, fails the test with its traceback; `dying_rank` is
-    meant to end early and has no result.
+    meant to end early or to hang, and has no result.
     """
     _prepare()
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,12 @@ def run_ranks(
     for process in processes:
         process.start()
     others = [rank for rank in range(count) if rank != dying_rank]
-    _wait([processes[rank] for rank in others], folder)
+    try:
+        _wait([processes[rank] for rank in others], folder)
+    finally:
+        if dying_rank is not None:
+            processes[dying_rank].kill()
+            processes[dying_rank].join()
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in others]
 
 

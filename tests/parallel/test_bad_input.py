@@ -11,7 +11,7 @@ import pytest
 from glm5.checkpoint.ckpt_dir import STEPS_FOLDER, saved_steps, step_folder
 from glm5.runtime.distributed import Layout
 from tests.parallel.conftest import One
-from tests.parallel.failures import Refusal, die_while_saving, refusals
+from tests.parallel.failures import Refusal, die_while_saving, hang_while_saving, refusals
 from tests.parallel.jobs import LAST_STEP, Job, one_step_more
 from tests.parallel.processes import run_ranks
 
@@ -85,6 +85,20 @@ def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(job: MakeJob, o
     # and a restart goes on as if nothing had been
     again = one_step_more(dying, LAST_STEP)
     assert again["loss"] == pytest.approx(one("adapters")["later"][0]["loss"], rel=1e-6)
+
+
+def test_a_rank_that_hangs_in_a_save_is_waited_for_no_longer_than_the_time_out(
+    job: MakeJob, one: One
+) -> None:
+    alone = job("hanging", "adapters")
+    shutil.copytree(one("adapters")["out_dir"], alone.out_dir)
+    hanging = replace(alone, resume_from=alone.out_dir)
+    (message,) = run_ranks(
+        alone.out_dir / "results", 2, hang_while_saving, hanging, LAST_STEP, 1 / 6, dying_rank=1
+    )
+    assert "another process ended or hung while step-00000004 was being saved" in message
+    assert saved_steps(alone.out_dir) == [LAST_STEP]
+    assert left_over(alone.out_dir) == []
 
 
 def left_over(run_dir: Path) -> list[str]:

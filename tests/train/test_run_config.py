@@ -300,6 +300,7 @@ def test_differences_leave_out_what_may_change(tmp_path: Path) -> None:
         "train.save_every": "5",
         "train.keep": "7",
         "train.log_every": "3",
+        "train.timeout_minutes": "5",
         "train.resume": "must",
         "layout.tp": "2",
         "layout.pp": "3",

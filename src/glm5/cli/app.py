@@ -224,7 +224,7 @@ def kernels(
 
 
 def run() -> None:
-    """Runs a verb; an error of the user's is told in full, without a traceback."""
+    """Runs a verb; an error of the user's is told in full, once, without a traceback."""
     from glm5.cli.quiet import quiet_libraries
 
     quiet_libraries()
@@ -233,15 +233,41 @@ def run() -> None:
     try:
         app()
     except Glm5Error as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(error)
         sys.exit(error.exit_code)
     except OSError as error:
         # a full disk, a folder without permission: the user's to mend, and nothing half is left
-        print(f"error: {error}", file=sys.stderr)
+        _tell(error)
         sys.exit(Glm5Error.exit_code)
+    except RuntimeError as error:
+        # what a process says that waits for one which has stopped
+        if not _points_to_another(error):
+            raise
+        sys.exit(1)
     finally:
         _shut_down()
         signal.signal(signal.SIGTERM, before)
+
+
+def _tell(error: Exception) -> None:
+    """Of several processes one tells an error that all have: rank 0 if it is one of them."""
+    from glm5.runtime.failures import rank_of_many, tells
+
+    if tells(str(error)):
+        rank = rank_of_many()
+        print(f"{'' if rank is None else f'rank {rank}: '}error: {error}", file=sys.stderr)
+
+
+def _points_to_another(error: RuntimeError) -> bool:
+    """Says in one line which process to look at, where another one has an error of its own."""
+    from glm5.runtime.failures import rank_of_many, told_by
+
+    other = told_by()
+    if other is None:
+        return False
+    reason = str(error).strip().partition("\n")[0]
+    print(f"rank {rank_of_many()}: stopped, see rank {other} ({reason})", file=sys.stderr)
+    return True
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

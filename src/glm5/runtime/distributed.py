@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from glm5.errors import ConfigError, LayoutError
+from glm5.runtime.failures import DEFAULT_TIMEOUT_MINUTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +74,17 @@ def checked_device(device: torch.device | str) -> torch.device:
 
 
 def ensure_distributed(
-    device: torch.device, layout: Layout | None = None, *, seed: int = 0
+    device: torch.device,
+    layout: Layout | None = None,
+    *,
+    seed: int = 0,
+    timeout_minutes: float = DEFAULT_TIMEOUT_MINUTES,
 ) -> None:
     """Initialises torch.distributed and Megatron's parallel state unless the caller has done so.
 
     Without a launcher (no RANK in the environment) this is one process with a local store. A
     parallel state that exists is used as it is; asking for another layout over it is an error.
+    A process that waits for another one in a collective gives up after `timeout_minutes`.
 
     Raises:
         LayoutError: the sizes do not divide the world, or differ from the state that exists.
@@ -89,18 +96,18 @@ def ensure_distributed(
 
         enable_cpu_runtime()
     if not dist.is_initialized():
-        _init_process_group(device)
+        _init_process_group(device, timedelta(minutes=timeout_minutes))
     if parallel_state.model_parallel_is_initialized():
         _check_existing(layout)
     else:
-        _init_parallel_state(layout or Layout())
+        _init_parallel_state(layout or Layout(), timeout_minutes)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _init_process_group(device: torch.device) -> None:
+def _init_process_group(device: torch.device, timeout: timedelta) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if dist.is_torchelastic_launched():
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
         return
     store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True, use_libuv=True)
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -128,7 +135,7 @@ def check_world_size(layout: Layout, world_size: int) -> None:
         )
 
 
-def _init_parallel_state(layout: Layout) -> None:
+def _init_parallel_state(layout: Layout, timeout_minutes: float) -> None:
     from megatron.core import parallel_state
 
     check_world_size(layout, dist.get_world_size())
@@ -139,6 +146,8 @@ def _init_parallel_state(layout: Layout) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        # any number of minutes will do
+        distributed_timeout_minutes=timeout_minutes,
         # a world that is only simulated has no peers for them
         create_gloo_process_groups=dist.get_backend() != dist.Backend.FAKE,
     )

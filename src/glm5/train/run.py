@@ -71,7 +71,9 @@ def train(
         ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any
         step. DivergedError: the loss is no longer a number.
     """
-    ensure_distributed(default_device(), parallel_layout(run))
+    ensure_distributed(
+        default_device(), parallel_layout(run), timeout_minutes=run.train.timeout_minutes
+    )
     with claimed(run.output.dir) if is_writer() else nullcontext():
         return _train(run, say if is_writer() else _say_nothing, quiet)
 

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from glm5.errors import ConfigError
+from glm5.runtime.failures import DEFAULT_TIMEOUT_MINUTES
 from glm5.train.overrides import flatten, merge_tables, parse_override
 from glm5.train.run_errors import describe_errors
 from glm5.train.template import RESERVED_ARGS
@@ -47,6 +48,7 @@ FREE_ON_RESUME = (
     "train.save_every",
     "train.keep",
     "train.log_every",
+    "train.timeout_minutes",
     "train.resume",
     "output.dir",
     "output.tensorboard",
@@ -229,6 +231,8 @@ class TrainSection(_Section):
     """One line of metrics per so many steps [steps]."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: go on from output.dir's checkpoint where there is one; never: start anew; must."""
+    timeout_minutes: Annotated[float, Field(gt=0, le=10**5)] = DEFAULT_TIMEOUT_MINUTES
+    """How long a process waits for the others, as in a save, before it gives up [minutes]."""
     indexer_loss_coeff: Annotated[float, Field(ge=0)] | None = None
     """Weight of the indexer's loss; read RunConfig.indexer_loss_coeff, which fills the default."""
 
