@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.timing import interleaved_medians
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers, mappings
 from torch import Tensor
 
+from glm5.bench.timing import interleaved_medians, peak_bytes
 from glm5.checkpoint.tiny import tiny_config
 from glm5.cli.quiet import quiet_libraries
 from glm5.config import Glm5Config
 from glm5.model.attention import DSASelfAttention
-from glm5.model.parallel import by_rank, heads_to_tokens, tokens_to_heads
+from glm5.model.query_shares import QueryShares
+from glm5.model.routes import Routes
 from glm5.model.transformer_config import glm5_transformer_config
 from glm5.ops.backends import default_backend
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed, shut_down
@@ -59,6 +60,9 @@ class Line:
     step_ms: float
     forward_ms: float
     indexer_ms: float
+    """Projections, gathers and selection."""
+    select_ms: float
+    """Selection alone: scores of all keys, and the best of them."""
     exchange_ms: float
     received_bytes: int
     peak_bytes: int
@@ -156,6 +160,7 @@ def measure(ways: dict[str, DSASelfAttention], num_tokens: int) -> list[Line]:
         "step_ms": steps,
         "forward_ms": {name: forward(layer, x) for name, layer in ways.items()},
         "indexer_ms": {name: indexer(layer, x) for name, layer in ways.items()},
+        "select_ms": {name: selection(layer, x) for name, layer in ways.items()},
         "exchange_ms": {"heads": lambda: None, "tokens": exchange(num_tokens)},
     }
     medians = {what: interleaved_medians(f, rounds=5, warmups=1) for what, f in times.items()}
@@ -165,7 +170,7 @@ def measure(ways: dict[str, DSASelfAttention], num_tokens: int) -> list[Line]:
             num_tokens,
             **{what: slowest(values[name]) for what, values in medians.items()},
             received_bytes=bytes_of(steps[name]),
-            peak_bytes=int(slowest(peak_of(steps[name]))),
+            peak_bytes=int(slowest(peak_bytes(steps[name]))),
         )
         for name in ways
     ]
@@ -180,13 +185,19 @@ def forward(layer: DSASelfAttention, x: Tensor) -> Callable[[], object]:
 
 
 def indexer(layer: DSASelfAttention, x: Tensor) -> Callable[[], object]:
-    """Projections, gathers and selection."""
-    assert layer.indexer is not None
     row = layer._token_row(x, None)
-    own = layer._own_tokens(row)
-    queries = row.of_this_rank() if layer.config.shares_queries else row
+    own, routes = layer._own_tokens(row), layer._routes(row)
     q_latent = layer.q_layernorm(layer.linear_q_down_proj(x)[0])
-    return lambda: layer.indexer(x, q_latent, own, queries)
+    return lambda: layer.indexer(x, q_latent, own, row, routes)
+
+
+def selection(layer: DSASelfAttention, x: Tensor) -> Callable[[], object]:
+    row = layer._token_row(x, None)
+    queries = row.of_this_rank() if layer.config.shares_queries else row
+    routes = Routes.all_sparse(len(queries.starts))
+    q_latent = layer.q_layernorm(layer.linear_q_down_proj(x)[0])
+    projected = layer.indexer.project(x, q_latent, layer._own_tokens(row), queries)
+    return lambda: layer.indexer.select(projected, queries, routes)
 
 
 def exchange(num_tokens: int) -> Callable[[], object]:
@@ -195,8 +206,10 @@ def exchange(num_tokens: int) -> Callable[[], object]:
     heads = GLM52["num_attention_heads"] // size
     q = torch.empty(num_tokens, heads, 576, device=default_device(), dtype=torch.bfloat16)
 
+    shares = QueryShares(Routes.all_sparse(num_tokens), q.device)
+
     def run() -> object:
-        return tokens_to_heads(heads_to_tokens(by_rank(q))[..., :512])
+        return shares.tokens_to_heads(shares.heads_to_tokens(shares.by_rank(q))[..., :512])
 
     return run
 
@@ -205,16 +218,6 @@ def bytes_of(run: Callable[[], object]) -> int:
     with counted_bytes() as received:
         run()
     return received[0]
-
-
-def peak_of(run: Callable[[], object]) -> float:
-    """Bytes of torch's allocator beyond what is held before."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def slowest(value: float) -> float:
