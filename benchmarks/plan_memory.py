@@ -228,7 +228,7 @@ def main() -> None:
         if options.json:
             record = {
                 "date": f"{datetime.now(UTC):%Y-%m-%d}",
-                "command": f"python -m benchmarks.plan_memory {options.case}",
+                "command": _command(options.case, options.layout),
                 "op": "plan_memory",
                 "case": case.name,
                 "layout": asdict(options.layout),
@@ -240,6 +240,13 @@ def main() -> None:
             with options.json.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
     shut_down()
+
+
+def _command(case: int, layout: Layout) -> str:
+    ranks = dist.get_world_size()
+    start = "python -m" if ranks == 1 else f"torchrun --nproc_per_node {ranks} -m"
+    axes = ",".join(f"{axis}={size}" for axis, size in asdict(layout).items() if size > 1)
+    return f"{start} benchmarks.plan_memory {case}" + (f" --layout {axes}" if axes else "")
 
 
 def _line(case: Case, predicted: Memory, measured: dict[str, float]) -> str:

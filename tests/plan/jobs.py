@@ -20,7 +20,7 @@ from glm5.cli import main
 from glm5.config import Glm5Config
 from glm5.errors import Glm5Error
 from glm5.plan.dry_run import dry_run
-from glm5.plan.shards import ShardJob, build_shards
+from glm5.plan.shards import ShardBuilder, ShardJob
 from glm5.runtime.distributed import Layout
 
 O_PROJ = "model.layers.4.self_attn.o_proj.weight"
@@ -105,7 +105,7 @@ def _elements_by_stage(case: Case) -> list[list[int]]:
     """Of the parameters of every shard; a router's bias is a buffer."""
     job = ShardJob(case.config(), Layout(**case.layout), case.rules(), case.mtp, case.split)
     found: list[list[int]] = [[] for _ in range(job.layout.pp)]
-    for shard in build_shards(job, range(job.world_size)):
+    for shard in ShardBuilder(job).build(range(job.world_size)):
         sizes = [
             math.prod(target.shape)
             for name, target in shard.targets.items()

@@ -94,12 +94,12 @@ def all_shards(job: ShardJob) -> Iterator[Shard]:
     Raises:
         LayoutError, CheckpointError: as building and loading that rank would in training.
     """
-    ranks = range(job.world_size)
+    ranks, builder = range(job.world_size), ShardBuilder(job)
     # the first one alone: what is wrong with the layout as a whole is said at once
-    yield from build_shards(job, ranks[:1])
+    yield from builder.build(ranks[:1])
     workers = min(os.cpu_count() or 1, MAX_PROCESSES, len(ranks) // SHARDS_PER_PROCESS)
     if workers < 2:
-        yield from build_shards(job, ranks[1:])
+        yield from builder.build(ranks[1:])
         return
     chunks = [ranks[start : start + 4] for start in range(1, len(ranks), 4)]
     # forking would copy a process that has started threads
@@ -109,19 +109,29 @@ def all_shards(job: ShardJob) -> Iterator[Shard]:
             yield from shards
 
 
-def build_shards(job: ShardJob, ranks: Iterable[int]) -> Iterator[Shard]:
-    """The shards of these ranks, one in memory at a time."""
-    published, reader = open_published(job.config)
-    for rank in ranks:
-        published.reads.clear()
+class ShardBuilder:
+    """Builds shards of one job, one in memory at a time."""
+
+    def __init__(self, job: ShardJob) -> None:
+        self.job = job
+        # once: an FP8 release has 118,629 tensors to look at
+        self.published, self.reader = open_published(job.config)
+
+    def build(self, ranks: Iterable[int]) -> Iterator[Shard]:
+        """The shards of these ranks."""
+        return map(self._build, ranks)
+
+    def _build(self, rank: int) -> Shard:
+        job = self.job
+        self.published.reads.clear()
         with simulated_rank(rank, job.world_size, _without_repeats(job.layout)):
             at = _coordinates()
             assert at == job.coordinates(rank), f"rank {rank} stands at {at}"
             chunks = build_chunks(_model_config(job))
             tensors = {n: tensor for chunk in chunks for n, tensor in mcore_tensors(chunk).items()}
-            fill_targets(tensors, job.rules, reader)
+            fill_targets(tensors, job.rules, self.reader)
         targets = {name: _target(tensor) for name, tensor in tensors.items()}
-        yield Shard(at, targets, list(published.reads))
+        return Shard(at, targets, list(self.published.reads))
 
 
 def _model_config(job: ShardJob) -> Glm5TransformerConfig:
@@ -155,17 +165,17 @@ def _target(tensor: Tensor) -> Target:
     return Target(tuple(tensor.shape), partition_dim(tensor))
 
 
-_job: ShardJob | None = None
+_builder: ShardBuilder | None = None
 
 
 def _take_job(job: ShardJob) -> None:
-    global _job  # noqa: PLW0603 - a worker process has one job, sent once
-    _job = job
+    global _builder  # noqa: PLW0603 - a worker process has one job, sent once
+    _builder = ShardBuilder(job)
     # the first shard was built by the caller, which has heard what the libraries have to say
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
 def _build_chunk(ranks: Sequence[int]) -> list[Shard]:
-    assert _job is not None
-    return list(build_shards(_job, ranks))
+    assert _builder is not None
+    return list(_builder.build(ranks))
