@@ -248,3 +248,20 @@ def test_plain_dense_attention_is_the_measured_one() -> None:
     torch.testing.assert_close(
         plain.causal_attention(q, k, v, lengths, 0.5), causal_attention(q, k, v, lengths, 0.5)
     )
+
+
+def test_a_peer_that_cannot_run_costs_the_others_nothing() -> None:
+    def broken(_: Callable[..., Any]) -> Callable[..., Any]:
+        def raises(*tensors: Tensor) -> Any:
+            raise RuntimeError("no compiler")
+
+        return raises
+
+    rows = measure_here(attention(**{PEER: broken}))
+    row = next(row for row in rows if row.implementation == PEER)
+    assert row.ms is None and row.failure == "RuntimeError: no compiler"
+    assert "FAILED, RuntimeError: no compiler" in cells(row, rows)
+    assert all(row.ms for row in rows if row.implementation == OURS)
+    assert not failed(rows)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        measure_here(attention(**{OURS: broken}))

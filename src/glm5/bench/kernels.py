@@ -30,6 +30,8 @@ class Row:
     """Time at that ceiling divided by the time taken."""
     peak_bytes: int | None = None
     """Memory beyond the inputs, the result included."""
+    failure: str | None = None
+    """Why there was no output to check."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what was not measured is left out."""
@@ -44,7 +46,7 @@ def measure(
     Plain PyTorch is timed with `all_names` only; its errors are the measure of the others'.
     """
     names = [name for name in problem.names() if all_names or name != PLAIN]
-    verdicts = {name: problem.check(name) for name in names}
+    verdicts = {name: _check(problem, name) for name in names}
     timed = {name: problem.timed(name) for name, verdict in verdicts.items() if verdict.ok}
     rows = []
     for operation in problem.works:
@@ -59,6 +61,16 @@ def measure(
     return rows
 
 
+def _check(problem: Problem, name: str) -> Verdict:
+    """The verdict; a peer that cannot run must not cost the others their times."""
+    if name == OURS:
+        return problem.check(name)
+    try:
+        return problem.check(name)
+    except Exception as error:  # whatever other people's code raises
+        return Verdict((), ok=False, failure=f"{type(error).__name__}: {error}")
+
+
 def _row(
     problem: Problem,
     operation: str,
@@ -69,7 +81,8 @@ def _row(
     ceilings: Ceilings,
 ) -> Row:
     if ms is None:
-        return Row(problem.case, operation, name, verdict.errors, verdict.ok)
+        errors, ok, failure = verdict
+        return Row(problem.case, operation, name, errors, ok, failure=failure)
     work = problem.works[operation]
     floor_ms, limit = work.floor(ceilings)
     return Row(
@@ -91,7 +104,8 @@ def cells(row: Row, rows: Iterable[Row]) -> tuple[str, ...]:
     name = (row.case, row.operation, row.implementation)
     if row.ms is None or row.tflops is None or row.of_limit is None or row.peak_bytes is None:
         errors = " ".join(f"{error:.1e}" for error in row.errors)
-        return *name, f"WRONG, errors {errors}", "", "", "", ""
+        problem = f"FAILED, {row.failure}" if row.failure else f"WRONG, errors {errors}"
+        return *name, problem, "", "", "", ""
     ours = [
         other.ms
         for other in rows

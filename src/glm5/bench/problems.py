@@ -22,6 +22,8 @@ class Verdict(NamedTuple):
 
     errors: tuple[float, ...]
     ok: bool
+    failure: str | None = None
+    """Why there are no outputs; None where there are."""
 
 
 class Problem(Protocol):
