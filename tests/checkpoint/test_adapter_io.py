@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from glm5.checkpoint import adapter_write
@@ -25,7 +24,6 @@ from tests.adapters import (
     assert_same,
     edit_settings,
     edit_tensors,
-    load_hf,
     logits,
     make_factors,
     merged_logits,
@@ -106,67 +104,6 @@ def test_peft_order_of_nesting_is_not_that_of_the_targets(
         edit_settings(tmp_path / "adapter", target_parameters=names)
         verify(tmp_path / "adapter", hf_dir, factors)
         assert_same(read_adapter(tmp_path / "adapter", config).factors, factors)
-
-
-# --- folders that PEFT itself wrote ---
-
-PEFT_SETTINGS: dict[str, dict[str, Any]] = {
-    "list": {"target_modules": ["q_a_proj", "kv_b_proj", "wk"]},
-    "pattern": {"target_modules": r".*\.layers\.[13]\..*\.o_proj"},
-    "some_layers": {"target_modules": ["q_b_proj"], "layers_to_transform": [0, 3]},
-    "excluded": {"target_modules": ["o_proj"], "exclude_modules": ["layers.1.self_attn.o_proj"]},
-    "fused_experts": {
-        "target_modules": ["o_proj"],
-        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    },
-    "shared_experts": {
-        "target_modules": [],
-        "target_parameters": ["shared_experts.up_proj.weight", "layers.0.mlp.gate_proj.weight"],
-    },
-    "mlp_names": {"target_modules": ["q_a_proj", "gate_proj", "up_proj", "down_proj"]},
-}
-
-
-def save_with_peft(folder: Path, hf_dir: Path, settings: dict[str, Any]) -> Tensor:
-    """Let PEFT make and save an adapter of random values; return the logits of its model."""
-    import peft
-
-    model = peft.get_peft_model(
-        load_hf(hf_dir), peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **settings)
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.copy_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return logits(model.eval())
-
-
-@pytest.mark.parametrize("kind", PEFT_SETTINGS)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:peft")
-def test_reads_what_peft_wrote(kind: str, hf_dir: Path, config: Glm5Config, tmp_path: Path) -> None:
-    expected = save_with_peft(tmp_path / "peft", hf_dir, PEFT_SETTINGS[kind])
-    factors = read_adapter(tmp_path / "peft", config).factors
-    got = merged_logits(hf_dir, factors)
-    torch.testing.assert_close(got, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
-    write(tmp_path / "ours", dict(factors), config)
-    verify(tmp_path / "ours", hf_dir, dict(factors))
-    assert_same(read_adapter(tmp_path / "ours", config).factors, factors)
-
-
-def test_reads_one_matrix_pair_per_expert(config: Glm5Config, tmp_path: Path) -> None:
-    factors = make_factors(config, KINDS["routed_experts"])
-    write(tmp_path / "adapter", factors, config)
-    edit_settings(
-        tmp_path / "adapter",
-        target_modules=r".*\.mlp\.experts\..*_proj",
-        target_parameters=None,
-    )
-    prefix = "base_model.model."
-    per_expert = {f"{prefix}{path}.lora_A.weight": pair.a for path, pair in factors.items()}
-    per_expert |= {f"{prefix}{path}.lora_B.weight": pair.b for path, pair in factors.items()}
-    save_file(per_expert, tmp_path / "adapter" / WEIGHTS)
-    assert_same(read_adapter(tmp_path / "adapter", config).factors, factors)
 
 
 # --- negative controls: the checks fail when something is lost or changed ---

@@ -117,3 +117,13 @@ def _check_modules(modules: Mapping[str, Tensor], config: Glm5Config) -> None:
                 expected=f"{known[name]}, one of {ADAPTER_DTYPES}",
             )
         check_finite(name, tensor)
+    modules_of = {name: name.rpartition(".")[0] for name in known}
+    wanted = {modules_of[name] for name in modules}
+    lacking = [n for n, module in modules_of.items() if module in wanted and n not in modules]
+    if lacking:
+        raise AdapterError(
+            "modules that are saved beside an adapter are incomplete",
+            got=f"without {summarise(lacking)}",
+            expected="every tensor of the module: PEFT loads all or none",
+            remedy="add the tensors of the base that did not train",
+        )
