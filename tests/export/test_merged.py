@@ -1,5 +1,6 @@
 """W + scale * B A in the base's dtype, everything else bit for bit, and a plain folder."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.adapter_io import LoraFactors
+from glm5.checkpoint.adapter_io import LoraFactors, read_adapter
 from glm5.checkpoint.ckpt_dir import find_checkpoint, read_record
 from glm5.checkpoint.fp8 import open_checkpoint
 from glm5.config import Glm5Config
@@ -15,9 +16,12 @@ from glm5.errors import CheckFailedError
 from glm5.export import merged as merged_module
 from glm5.export.export import export
 from glm5.export.factors import trained_adapter
-from glm5.export.merged import merge
+from glm5.export.merged import merge, merge_checkpoint
 from glm5.export.restore import restore_model
 from glm5.lora.attach import adapter_pairs
+from tests.adapters import make_factors
+from tests.checkpoint.test_adapter_serving import LAYOUTS, in_layout
+from tests.checkpoint.test_adapter_serving import write as write_serving
 from tests.export.conftest import TrainedRun
 from tests.exported import (
     SMALL_FILES,
@@ -121,6 +125,35 @@ def test_an_adapter_that_never_moved_merges(
     monkeypatch.setattr("glm5.export.export.restore_model", unmoved)
     run_dir = trained_run("5", {"dtype": "bfloat16"})
     assert [check.error for check in export(run_dir, tmp_path / "out", "merged")][-1] == 0.0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_of_both_layouts_are_merged_as_they_are_read(
+    tiny_folder: TinyFolder, tmp_path: Path, layout: str
+) -> None:
+    """From a file, pair by pair; whole modules take the base's place."""
+    base = tiny_folder("5.2", dtype="bfloat16")
+    config = Glm5Config.from_hf(base)
+    factors = in_layout(make_factors(config, dtype=torch.bfloat16), layout)
+    write_serving(tmp_path / "adapter", factors, "sglang", config)
+    router = "model.layers.4.mlp.gate"
+    modules = {
+        f"{router}.weight": torch.randn(config.n_routed_experts, config.hidden_size),
+        f"{router}.e_score_correction_bias": torch.randn(config.n_routed_experts),
+    }
+    adapter = replace(read_adapter(tmp_path / "adapter", config), modules=modules)
+    assert adapter.expert_lora == layout
+    merge_checkpoint(base, tmp_path / "merged", config, adapter)
+    got, expected = tensors_of(tmp_path / "merged"), tensors_of(base)
+    assert got.keys() == expected.keys()
+    for path, pair in factors.factors.items():
+        weight = expected[f"{path}.weight"]
+        delta = pair.scale * (pair.b.float() @ pair.a.float())
+        expected[f"{path}.weight"] = (weight.float() + delta).bfloat16()
+    for name, tensor in modules.items():
+        expected[name] = tensor.to(expected[name].dtype)
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
 
 
 def test_merge_rounds_once() -> None:

@@ -121,7 +121,7 @@ class _Reader:
             self._places.add_pair(path, Side(a), Side(b), scale, drop_zero=False)
 
     def _check_modules(self) -> None:
-        known = module_tensors(self._config)
+        known = module_tensors(self._config) if self._keys.other else {}
         for name in self._keys.other:
             if name not in known or not self._settings.saves_module(name):
                 raise AdapterError(

@@ -55,7 +55,8 @@ def check_adapter(
                 got=spec.dtype,
                 expected=f"one of {ADAPTER_DTYPES}, the same for all factors",
             )
-    _check_modules(adapter.modules, config)
+    if adapter.modules:
+        _check_modules(adapter.modules, config)
     return specs
 
 
