@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from glm5.checkpoint import adapter_serving
 from glm5.checkpoint.adapter_io import (
     Engine,
     LoraAdapter,
@@ -256,9 +257,9 @@ def test_refuses_what_the_engine_does_not_serve(
 
 def test_refuses_modules_and_ranks(config: Glm5Config, tmp_path: Path) -> None:
     factors = make_factors(config, KINDS["q_a_proj"])
-    router = {"model.layers.2.mlp.gate.weight": torch.ones(NUM_EXPERTS, 32)}
-    with pytest.raises(AdapterError, match=r"no whole modules(?s:.*)mlp.gate(?s:.*)--as merged"):
-        write(tmp_path / "out", adapter_of(factors, router), "sglang", config)
+    norm = {"model.norm.weight": torch.ones(32)}
+    with pytest.raises(AdapterError, match=r"no whole modules(?s:.*)model.norm(?s:.*)--as merged"):
+        write(tmp_path / "out", adapter_of(factors, norm), "sglang", config)
     wide = make_factors(config, KINDS["q_a_proj"], rank=513)
     with pytest.raises(AdapterError, match=r"rank(?s:.*)513(?s:.*)at most 512"):
         write(tmp_path / "out", adapter_of(wide), "vllm", config)
@@ -284,6 +285,16 @@ def test_refuses_a_layout_that_the_linears_contradict(config: Glm5Config, tmp_pa
         adapter: Any = replace(adapter_of(make_factors(config, KINDS[kind])), expert_lora=layout)
         with pytest.raises(AdapterError, match="expert_lora contradicts"):
             write(tmp_path / "out", adapter, "sglang", config)
+
+
+def test_a_writer_that_goes_wrong_publishes_nothing(
+    config: Glm5Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = make_factors(config, KINDS["q_a_proj"])
+    monkeypatch.setattr(adapter_serving, "_with_partners", lambda specs, config: set(specs))
+    with pytest.raises(AdapterError, match=r"q_a_proj without(?s:.*)kv_a_proj_with_mqa"):
+        write(tmp_path / "out", adapter_of(factors), "sglang", config)
+    assert not list(tmp_path.iterdir())
 
 
 # --- what was written is compared ---

@@ -38,7 +38,8 @@ def fuse_experts(
                 b[expert, i, :, i] = pair.b
     return LoraFactors(
         a.reshape(num_experts * n * rank, in_features),
-        b.permute(1, 2, 3, 4, 0).reshape(n * out_features, n * rank * num_experts),
+        # as two dimensions, which torch transposes much faster than five
+        b.reshape(num_experts, -1).t().reshape(n * out_features, n * rank * num_experts),
         scale,
     )
 
@@ -81,8 +82,8 @@ def split_experts(
     rank = full_rank // n if split_rank else full_rank
     a = fused.a.reshape(num_experts, full_rank, -1)
     # the experts first, so that each one's share is read in one go
-    b = fused.b.reshape(n, fused.b.shape[0] // n, full_rank, num_experts).permute(3, 0, 1, 2)
-    b = b.contiguous()
+    b = fused.b.reshape(-1, num_experts).t().contiguous()
+    b = b.reshape(num_experts, n, fused.b.shape[0] // n, full_rank)
     factors = {}
     adapted = adapted_linears(weight, fused, num_experts=num_experts, split_rank=split_rank)
     for (expert, i), path in adapted.items():

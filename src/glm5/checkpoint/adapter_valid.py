@@ -98,7 +98,8 @@ def checked_pair(path: str, pair: LoraFactors, spec: FactorSpec, shape: Shape) -
 
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise AdapterError for NaN or infinity."""
-    if not torch.isfinite(tensor).all():
+    # NaN is both the least and the largest of any values that hold one
+    if not torch.isfinite(torch.stack(tensor.detach().aminmax())).all():
         raise AdapterError(f"{name} holds NaN or infinity", remedy="export an earlier checkpoint")
 
 
