@@ -8,179 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from glm5.checkpoint import adapter_write
-from glm5.checkpoint.adapter_io import (
-    LoraFactors,
-    adapter_linears,
-    load_peft_model,
-    read_peft_adapter,
-    verify_peft_adapter,
-    write_peft_adapter,
-)
+from glm5.checkpoint.adapter_io import LoraFactors, load_peft_model, read_adapter
 from glm5.config import Glm5Config
 from glm5.errors import AdapterError, CheckpointError, ConfigError
-
-pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers", minversion="5.13")
-
-RANK, ALPHA = 3, 5.0
-NUM_EXPERTS = 5
-WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-
-Factors = dict[str, LoraFactors]
-
-KINDS: dict[str, Callable[[str], bool]] = {
-    "all": lambda path: True,
-    "attention": lambda path: ".self_attn." in path and ".indexer." not in path,
-    "q_a_proj": lambda path: path.endswith(".q_a_proj"),
-    "kv_b_proj": lambda path: path.endswith(".kv_b_proj"),
-    "indexer": lambda path: ".indexer." in path,
-    "dense": lambda path: ".mlp." in path and "experts" not in path,
-    "shared_experts": lambda path: "shared_experts" in path,
-    "routed_experts": lambda path: ".mlp.experts." in path,
-    "expert_gate_up": lambda path: ".mlp.experts." in path and not path.endswith("down_proj"),
-    "expert_down": lambda path: ".mlp.experts." in path and path.endswith("down_proj"),
-    "gate_only": lambda path: path.endswith("gate_proj"),
-    "up_only": lambda path: path.endswith("up_proj"),
-    "one_layer": lambda path: path.startswith("model.layers.3."),
-    "one_expert": lambda path: ".mlp.experts.2." in path,
-    "one_linear": lambda path: path == "model.layers.2.mlp.experts.4.up_proj",
-    "all_but_one_layer": lambda path: not path.startswith("model.layers.2."),
-    "other_projections_in_other_layers": lambda path: (
-        path.startswith("model.layers.2.mlp.experts") == path.endswith("down_proj")
-        and ".mlp.experts." in path
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny GLM-5.2-like model: dense and sparse, full and shared layers, non-constant norms."""
-    folder = tmp_path_factory.mktemp("hf")
-    build_hf(folder)
-    return folder
-
-
-def build_hf(folder: Path, **changes: Any) -> None:
-    torch.manual_seed(1)
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "moe_intermediate_size": 24,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "n_routed_experts": NUM_EXPERTS,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 12,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "index_topk": 8,
-        "index_head_dim": 16,
-        "index_n_heads": 16,
-        "indexer_types": ["full", "full", "shared", "full", "shared"],
-        "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"],
-        "initializer_range": 0.2,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    hf_config = transformers.GlmMoeDsaConfig(**(sizes | changes))
-    model = transformers.GlmMoeDsaForCausalLM(hf_config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    raw = json.loads((folder / "config.json").read_text())
-    for name in ("layer_types", "num_experts"):
-        raw.pop(name, None)
-    (folder / "config.json").write_text(json.dumps(raw))
-
-
-@pytest.fixture(scope="module")
-def config(hf_dir: Path) -> Glm5Config:
-    return Glm5Config.from_hf(hf_dir)
-
-
-def make_factors(
-    config: Glm5Config,
-    chosen: Callable[[str], bool] = KINDS["all"],
-    dtype: torch.dtype = torch.float32,
-    rank: int = RANK,
-) -> Factors:
-    """Random factors, b not zero."""
-    return {
-        path: LoraFactors(
-            (torch.randn(rank, n) / n**0.5).to(dtype), (0.2 * torch.randn(m, rank)).to(dtype)
-        )
-        for path, (m, n) in adapter_linears(config).items()
-        if chosen(path)
-    }
-
-
-def write(folder: Path, factors: Factors, config: Glm5Config, **changes: Any) -> None:
-    settings = {"rank": RANK, "alpha": ALPHA, "config": config, "base_name": "tiny"} | changes
-    write_peft_adapter(folder, factors, **settings)
-
-
-def verify(folder: Path, hf_dir: Path, factors: Factors) -> Any:
-    glm5 = Glm5Config.from_hf(hf_dir)
-    return verify_peft_adapter(folder, hf_dir, glm5, factors, rank=RANK, alpha=ALPHA)
-
-
-def assert_same(left: Factors, right: Factors) -> None:
-    assert left.keys() == right.keys()
-    for path in left:
-        for x, y in ((left[path].a, right[path].a), (left[path].b, right[path].b)):
-            assert x.dtype == y.dtype and x.is_contiguous() and torch.equal(x, y), path
-
-
-def logits(model: torch.nn.Module, tokens: int = 30) -> Tensor:
-    ids = torch.randint(2, 64, (1, tokens), generator=torch.Generator().manual_seed(7))
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
-
-
-def load_hf(hf_dir: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32).eval()
-
-
-def merged_logits(hf_dir: Path, factors: Factors, scaling: float = ALPHA / RANK) -> Tensor:
-    """Logits of the transformers model with each delta added to its weight by hand."""
-    model = load_hf(hf_dir)
-    weights = dict(model.named_parameters())
-    with torch.no_grad():
-        for path, pair in factors.items():
-            delta = scaling * (pair.b.double() @ pair.a.double())
-            if ".mlp.experts." in path:
-                owner, expert, leaf = path.rsplit(".", 2)
-                fused = "down_proj" if leaf == "down_proj" else "gate_up_proj"
-                weight = weights[f"{owner}.{fused}"][int(expert)]
-                if leaf != "down_proj":
-                    weight = weight.chunk(2)[leaf == "up_proj"]
-            else:
-                weight = weights[f"{path}.weight"]
-            weight.add_(delta)
-    return logits(model)
-
-
-def edit_settings(folder: Path, **changes: Any) -> None:
-    path = folder / SETTINGS
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    edit(tensors)
-    save_file(tensors, folder / WEIGHTS)
+from tests.adapters import (
+    KINDS,
+    NUM_EXPERTS,
+    RANK,
+    SETTINGS,
+    WEIGHTS,
+    adapter_of,
+    assert_same,
+    edit_settings,
+    edit_tensors,
+    logits,
+    make_factors,
+    merged_logits,
+    verify,
+    write,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,21 +55,19 @@ def test_write_then_read_is_bitwise(
 ) -> None:
     factors = make_factors(config, KINDS[kind], dtype)
     write(tmp_path / "adapter", factors, config)
-    read, rank, alpha = read_peft_adapter(tmp_path / "adapter", config)
-    assert (rank, alpha) == (RANK, ALPHA)
-    assert_same(read, factors)
+    read = read_adapter(tmp_path / "adapter", config)
+    assert read.expert_lora == adapter_of(factors).expert_lora and not read.modules
+    assert_same(read.factors, factors)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 8])
 def test_untrained_factors_round_trip(rank: int, config: Glm5Config, tmp_path: Path) -> None:
     factors = {
-        path: LoraFactors(pair.a, torch.zeros_like(pair.b))
-        for path, pair in make_factors(config, rank=rank).items()
+        path: LoraFactors(pair.a, torch.zeros_like(pair.b), pair.scale)
+        for path, pair in make_factors(config, rank=rank, alpha=0.7).items()
     }
-    write(tmp_path / "adapter", factors, config, rank=rank, alpha=0.5)
-    read, read_rank, alpha = read_peft_adapter(tmp_path / "adapter", config)
-    assert (read_rank, alpha) == (rank, 0.5)
-    assert_same(read, factors)
+    write(tmp_path / "adapter", factors, config)
+    assert_same(read_adapter(tmp_path / "adapter", config).factors, factors)
 
 
 def test_bf16_adapter_verifies(hf_dir: Path, config: Glm5Config, tmp_path: Path) -> None:
@@ -233,7 +80,7 @@ def test_mapping_in_any_order(hf_dir: Path, config: Glm5Config, tmp_path: Path) 
     factors = dict(reversed(make_factors(config).items()))
     write(tmp_path / "adapter", factors, config)
     verify(tmp_path / "adapter", hf_dir, factors)
-    assert_same(read_peft_adapter(tmp_path / "adapter", config)[0], factors)
+    assert_same(read_adapter(tmp_path / "adapter", config).factors, factors)
 
 
 def test_complete_kinds_are_named_once(config: Glm5Config, tmp_path: Path) -> None:
@@ -256,70 +103,7 @@ def test_peft_order_of_nesting_is_not_that_of_the_targets(
         names = [f"mlp.experts.{name}" for name in order]
         edit_settings(tmp_path / "adapter", target_parameters=names)
         verify(tmp_path / "adapter", hf_dir, factors)
-        assert_same(read_peft_adapter(tmp_path / "adapter", config)[0], factors)
-
-
-# --- folders that PEFT itself wrote ---
-
-PEFT_SETTINGS: dict[str, dict[str, Any]] = {
-    "list": {"target_modules": ["q_a_proj", "kv_b_proj", "wk"]},
-    "pattern": {"target_modules": r".*\.layers\.[13]\..*\.o_proj"},
-    "some_layers": {"target_modules": ["q_b_proj"], "layers_to_transform": [0, 3]},
-    "excluded": {"target_modules": ["o_proj"], "exclude_modules": ["layers.1.self_attn.o_proj"]},
-    "fused_experts": {
-        "target_modules": ["o_proj"],
-        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    },
-    "shared_experts": {
-        "target_modules": [],
-        "target_parameters": ["shared_experts.up_proj.weight", "layers.0.mlp.gate_proj.weight"],
-    },
-    "mlp_names": {"target_modules": ["q_a_proj", "gate_proj", "up_proj", "down_proj"]},
-}
-
-
-def save_with_peft(folder: Path, hf_dir: Path, settings: dict[str, Any]) -> Tensor:
-    """Let PEFT make and save an adapter of random values; return the logits of its model."""
-    import peft
-
-    model = peft.get_peft_model(
-        load_hf(hf_dir), peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **settings)
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.copy_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return logits(model.eval())
-
-
-@pytest.mark.parametrize("kind", PEFT_SETTINGS)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:peft")
-def test_reads_what_peft_wrote(kind: str, hf_dir: Path, config: Glm5Config, tmp_path: Path) -> None:
-    expected = save_with_peft(tmp_path / "peft", hf_dir, PEFT_SETTINGS[kind])
-    factors, rank, alpha = read_peft_adapter(tmp_path / "peft", config)
-    # PEFT gives gate and up together twice the rank when they are targeted by name.
-    assert (rank, alpha) == ((8, 12) if kind == "mlp_names" else (4, 6))
-    got = merged_logits(hf_dir, factors, alpha / rank)
-    torch.testing.assert_close(got, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
-    write(tmp_path / "ours", factors, config, rank=rank, alpha=alpha)
-    verify_peft_adapter(tmp_path / "ours", hf_dir, config, factors, rank=rank, alpha=alpha)
-    assert_same(read_peft_adapter(tmp_path / "ours", config)[0], factors)
-
-
-def test_reads_one_matrix_pair_per_expert(config: Glm5Config, tmp_path: Path) -> None:
-    factors = make_factors(config, KINDS["routed_experts"])
-    write(tmp_path / "adapter", factors, config)
-    edit_settings(
-        tmp_path / "adapter",
-        target_modules=r".*\.mlp\.experts\..*_proj",
-        target_parameters=None,
-    )
-    prefix = "base_model.model."
-    per_expert = {f"{prefix}{path}.lora_A.weight": pair.a for path, pair in factors.items()}
-    per_expert |= {f"{prefix}{path}.lora_B.weight": pair.b for path, pair in factors.items()}
-    save_file(per_expert, tmp_path / "adapter" / WEIGHTS)
-    assert_same(read_peft_adapter(tmp_path / "adapter", config)[0], factors)
+        assert_same(read_adapter(tmp_path / "adapter", config).factors, factors)
 
 
 # --- negative controls: the checks fail when something is lost or changed ---
@@ -407,10 +191,11 @@ def test_verify_finds_wrong_factors(hf_dir: Path, config: Glm5Config, tmp_path: 
     with pytest.raises(AdapterError, match="lacks linears"):
         more = {f"model.layers.3.mlp.experts.{NUM_EXPERTS}.up_proj": factors[path]}
         verify(tmp_path / "adapter", hf_dir, factors | more)
+    larger = {
+        name: LoraFactors(pair.a, pair.b, pair.scale + 1e-4) for name, pair in factors.items()
+    }
     with pytest.raises(AdapterError, match="another delta"):
-        verify_peft_adapter(
-            tmp_path / "adapter", hf_dir, config, factors, rank=RANK, alpha=ALPHA + 1e-4
-        )
+        verify(tmp_path / "adapter", hf_dir, larger)
 
 
 def test_a_lost_scaling_pattern_is_found(hf_dir: Path, config: Glm5Config, tmp_path: Path) -> None:
@@ -448,9 +233,7 @@ def test_a_model_that_transformers_computes_otherwise_is_refused(
     ("settings", "message"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"use_rslora": True}, "use_rslora"),
         ({"bias": "lora_only"}, "bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"peft_type": "IA3"}, "peft_type"),
         ({"r": 0}, "r is not supported"),
@@ -459,7 +242,6 @@ def test_a_model_that_transformers_computes_otherwise_is_refused(
         ({"target_modules": "("}, "target_modules"),
         ({"target_modules": [], "target_parameters": None}, "belong to no target"),
         ({"target_modules": ["q_a_proj", "o_proj"]}, "lacks tensors"),
-        ({"alpha_pattern": {"layers.1.self_attn.q_a_proj": 7}}, "different alpha"),
         ({"r": RANK + 1}, "does not fit"),
     ],
 )
@@ -469,41 +251,41 @@ def test_read_refuses_settings(
     write(tmp_path / "adapter", make_factors(config, KINDS["q_a_proj"]), config)
     edit_settings(tmp_path / "adapter", **settings)
     with pytest.raises(AdapterError, match=message):
-        read_peft_adapter(tmp_path / "adapter", config)
+        read_adapter(tmp_path / "adapter", config)
 
 
 @pytest.mark.parametrize("fault", ["lost_pair_half", "lost_fused", "unknown_name"])
 def test_read_refuses_tensors(fault: str, config: Glm5Config, tmp_path: Path) -> None:
     write(tmp_path / "adapter", make_factors(config, KINDS["one_layer"]), config)
     edit_tensors(tmp_path / "adapter", FAULTS[fault])
-    with pytest.raises(AdapterError, match=r"lora_[AB]\.weight"):
-        read_peft_adapter(tmp_path / "adapter", config)
+    with pytest.raises(AdapterError, match=r"lora_[AB]\.weight|mlp\.shared_experts\n"):
+        read_adapter(tmp_path / "adapter", config)
 
 
 def test_read_refuses_pickle_and_damage(config: Glm5Config, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     with pytest.raises(AdapterError, match="cannot be read"):
-        read_peft_adapter(folder, config)
+        read_adapter(folder, config)
     write(folder, make_factors(config, KINDS["q_a_proj"]), config)
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:-1])
     with pytest.raises(AdapterError, match="damaged"):
-        read_peft_adapter(folder, config)
+        read_adapter(folder, config)
     (folder / WEIGHTS).rename(folder / "adapter_model.bin")
     with pytest.raises(AdapterError, match="never loaded"):
-        read_peft_adapter(folder, config)
+        read_adapter(folder, config)
     with pytest.raises(AdapterError, match="never loaded"):
         load_peft_model(folder, folder, config)
     (folder / SETTINGS).write_text("[]")
     with pytest.raises(AdapterError, match="the file is not supported"):
-        read_peft_adapter(folder, config)
+        read_adapter(folder, config)
 
 
 def test_read_refuses_integer_tensors(config: Glm5Config, tmp_path: Path) -> None:
     write(tmp_path / "adapter", make_factors(config, KINDS["q_a_proj"]), config)
     edit_tensors(tmp_path / "adapter", lambda t: t.update({k: v.long() for k, v in t.items()}))
-    with pytest.raises(AdapterError, match="int64"):
-        read_peft_adapter(tmp_path / "adapter", config)
+    with pytest.raises(AdapterError, match="I64"):
+        read_adapter(tmp_path / "adapter", config)
 
 
 # --- what cannot be written ---
@@ -518,7 +300,8 @@ PATH = "model.layers.3.self_attn.q_a_proj"
         ("model.layers.5.self_attn.q_a_proj", None, None, "does not have"),  # MTP layer
         ("model.layers.3.mlp.gate", None, None, "does not have"),
         ("lm_head", None, None, "does not have"),
-        (PATH, torch.ones(RANK + 1, 32), None, "a has the wrong shape"),
+        (PATH, torch.ones(RANK, 33), None, "a has the wrong shape"),
+        (PATH, torch.ones(RANK + 1, 32), None, "b has the wrong shape"),
         (PATH, None, torch.ones(RANK, 16), "b has the wrong shape"),
         (PATH, None, torch.ones(16, RANK).half(), "wrong dtype"),
         (PATH, None, torch.full((16, RANK), float("nan")), "NaN"),
@@ -534,17 +317,18 @@ def test_write_refuses(
 ) -> None:
     config = config.model_copy(update={"num_nextn_predict_layers": 1})
     pair = LoraFactors(
-        torch.ones(RANK, 32) if a is None else a, torch.ones(16, RANK) if b is None else b
+        torch.ones(RANK, 32) if a is None else a, torch.ones(16, RANK) if b is None else b, 1.0
     )
     with pytest.raises(AdapterError, match=message):
         write(tmp_path / "adapter", {path: pair}, config)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("changes", [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("inf")}])
-def test_write_refuses_numbers(changes: dict[str, Any], config: Glm5Config, tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match="rank and alpha"):
-        write(tmp_path / "adapter", make_factors(config), config, **changes)
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_write_refuses_scales(scale: float, config: Glm5Config, tmp_path: Path) -> None:
+    pair = LoraFactors(torch.ones(RANK, 32), torch.ones(16, RANK), scale)
+    with pytest.raises(AdapterError, match="rank and scale"):
+        write(tmp_path / "adapter", {PATH: pair}, config)
 
 
 def test_write_refuses_nothing_and_a_folder_in_use(config: Glm5Config, tmp_path: Path) -> None:

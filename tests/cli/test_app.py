@@ -12,7 +12,10 @@ from glm5.errors import CheckFailedError, ConfigError
 from tests.cli.conftest import Glm5
 
 SRC = Path(__file__).parents[2] / "src"
-VERBS = ["demo", "tiny", "verify", "convert", "train", "export", "plan", "doctor"]
+VERBS = [
+    *("demo", "tiny", "verify", "convert", "train"),
+    *("export", "convert-adapter", "plan", "doctor"),
+]
 
 LIGHT = """
 import sys
@@ -70,6 +73,10 @@ def test_every_verb_explains_itself_and_reports_as_json(glm5: Glm5, verb: str) -
         ["tiny", "folder", "--variant", "4"],
         ["export", "a", "b"],
         ["export", "a", "b", "--as", "pickle"],
+        ["export", "a", "b", "--as", "adapter", "--for", "ollama"],
+        ["convert-adapter", "a", "b"],
+        ["convert-adapter", "a", "b", "--to", "vllm"],
+        ["convert-adapter", "a", "b", "--to", "vllm", "--model", "m", "--expert-lora", "none"],
         ["train"],
         ["plan"],
         ["plan", "GLM-5.2", "--gpus", "0"],

@@ -1,6 +1,7 @@
 """The PEFT folder is what trained, and a folder that PEFT reads otherwise is never published."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from glm5.checkpoint.adapter_io import LoraFactors
-from glm5.checkpoint.adapter_write import write_peft_adapter
+from glm5.checkpoint.adapter_io import Consumer, LoraAdapter, LoraFactors, read_adapter
 from glm5.checkpoint.ckpt_dir import find_checkpoint, read_record
-from glm5.errors import CheckFailedError
+from glm5.errors import AdapterError, CheckFailedError, CheckpointError
 from glm5.export import adapter as adapter_module
 from glm5.export.export import export
-from glm5.export.factors import adapter_factors
+from glm5.export.factors import trained_adapter
 from glm5.export.restore import restore_model
+from tests.adapters import assert_same
 from tests.export.conftest import TrainedRun
 from tests.exported import (
     base_logits,
@@ -55,7 +56,8 @@ def test_the_folder_is_verified_and_holds_what_trained(
     saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {dtype}
     checkpoint = find_checkpoint(run_dir)
-    factors = adapter_factors(restore_model(checkpoint, read_record(checkpoint), "float32"), dtype)
+    model = restore_model(checkpoint, read_record(checkpoint), "float32")
+    factors = trained_adapter(model, dtype).factors
     path = "model.layers.0.self_attn.kv_b_proj"
     for side, factor in (("A", factors[path].a), ("B", factors[path].b)):
         name = f"base_model.model.{path}.lora_{side}.weight"
@@ -76,30 +78,40 @@ def test_peft_computes_what_the_checkpoint_computes(
     assert distance(base_logits(base), expected) > 0.05
 
 
-def scaled(factors: dict[str, LoraFactors]) -> dict[str, LoraFactors]:
+Factors = Mapping[str, LoraFactors]
+
+
+def scaled(factors: Factors) -> Factors:
     """One pair of many is too large."""
     path = "model.layers.4.mlp.experts.3.down_proj"
-    return factors | {path: LoraFactors(factors[path].a, 1.5 * factors[path].b)}
+    pair = factors[path]
+    return {**factors, path: LoraFactors(pair.a, 1.5 * pair.b, pair.scale)}
 
 
-def dropped(factors: dict[str, LoraFactors]) -> dict[str, LoraFactors]:
+def dropped(factors: Factors) -> Factors:
     """One pair of many is lost."""
     return {path: pair for path, pair in factors.items() if path != "model.layers.0.mlp.up_proj"}
 
 
+@pytest.mark.parametrize("consumer", ["peft", "sglang"])
 @pytest.mark.parametrize("sabotage", [scaled, dropped])
 def test_a_writer_that_goes_wrong_publishes_nothing(
     trained_run: TrainedRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    sabotage: Callable[[dict[str, LoraFactors]], dict[str, LoraFactors]],
+    sabotage: Callable[[Factors], Factors],
+    consumer: Consumer,
 ) -> None:
-    def write(folder: Path, factors: dict[str, LoraFactors], **options: Any) -> None:
-        write_peft_adapter(folder, sabotage(factors), **options)
+    name = "write_peft_adapter" if consumer == "peft" else "write_serving_adapter"
+    right = getattr(adapter_module, name)
 
-    monkeypatch.setattr(adapter_module, "write_peft_adapter", write)
+    def write(folder: Path, adapter: LoraAdapter, *args: Any, **options: Any) -> Any:
+        wrong = replace(adapter, factors=sabotage(adapter.factors))
+        return right(folder, wrong, *args, **options)
+
+    monkeypatch.setattr(adapter_module, name, write)
     with pytest.raises(CheckFailedError) as caught:
-        export(trained_run("5.2", {}), tmp_path / "out", "adapter")
+        export(trained_run("5.2", {}), tmp_path / "out", "adapter", consumer)
     assert caught.value.exit_code == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -109,11 +121,44 @@ def test_factors_that_are_not_the_models_are_seen_in_the_logits(
 ) -> None:
     """The file and PEFT agree, the model does not: only the logits can tell."""
 
-    def wrong(*args: Any) -> dict[str, LoraFactors]:
-        found = adapter_factors(*args)
-        return {path: LoraFactors(pair.a, 1.1 * pair.b) for path, pair in found.items()}
+    def wrong(*args: Any) -> LoraAdapter:
+        found = trained_adapter(*args)
+        factors = {
+            path: LoraFactors(pair.a, 1.1 * pair.b, pair.scale)
+            for path, pair in found.factors.items()
+        }
+        return replace(found, factors=factors)
 
-    monkeypatch.setattr(adapter_module, "adapter_factors", wrong)
+    monkeypatch.setattr(adapter_module, "trained_adapter", wrong)
     with pytest.raises(CheckFailedError, match="computes other logits"):
         export(trained_run("5.2", {}), tmp_path / "out", "adapter")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_is_exported_for_an_engine(
+    trained_run: TrainedRun, tmp_path: Path, dtype: str
+) -> None:
+    run_dir = trained_run("5.2", {"dtype": dtype}, model={"dtype": dtype})
+    (check,) = export(run_dir, tmp_path / "out", "adapter", "sglang")
+    assert check.ok and check.error == 0.0
+    checkpoint = find_checkpoint(run_dir)
+    model = restore_model(checkpoint, read_record(checkpoint), "float32")
+    expected = trained_adapter(model, getattr(torch, dtype)).factors
+    assert_same(read_adapter(tmp_path / "out", model.config.glm5).factors, expected)
+
+
+def test_an_engine_that_would_drop_a_linear_gets_no_folder(
+    trained_run: TrainedRun, tmp_path: Path
+) -> None:
+    run_dir = trained_run("5.2", {})
+    with pytest.raises(
+        AdapterError, match=r"vllm does not serve adapters of kv_b_proj(?s:.*)--without"
+    ):
+        export(run_dir, tmp_path / "out", "adapter", "vllm")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_for_an_engine_is_no_way_to_merge(trained_run: TrainedRun, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="says nothing of --as merged"):
+        export(trained_run("5.2", {}), tmp_path / "out", "merged", "vllm")

@@ -1,5 +1,6 @@
 """W + scale * B A in the base's dtype, everything else bit for bit, and a plain folder."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.adapter_io import LoraFactors
+from glm5.checkpoint.adapter_io import LoraFactors, read_adapter
 from glm5.checkpoint.ckpt_dir import find_checkpoint, read_record
 from glm5.checkpoint.fp8 import open_checkpoint
 from glm5.config import Glm5Config
 from glm5.errors import CheckFailedError
 from glm5.export import merged as merged_module
 from glm5.export.export import export
-from glm5.export.factors import adapter_factors
-from glm5.export.merged import merge
+from glm5.export.factors import trained_adapter
+from glm5.export.merged import merge, merge_checkpoint
 from glm5.export.restore import restore_model
 from glm5.lora.attach import adapter_pairs
+from tests.adapters import make_factors
+from tests.checkpoint.test_adapter_serving import LAYOUTS, in_layout
+from tests.checkpoint.test_adapter_serving import write as write_serving
 from tests.export.conftest import TrainedRun
 from tests.exported import (
     SMALL_FILES,
@@ -50,10 +54,8 @@ def test_every_tensor_is_the_base_plus_its_delta(
     checks = export(run_dir, tmp_path / "out", "merged")
     assert len(checks) == 2 and all(check.ok for check in checks)
     checkpoint = find_checkpoint(run_dir)
-    record = read_record(checkpoint)
-    factors = adapter_factors(restore_model(checkpoint, record, "float32"), torch.float32)
-    assert record.lora is not None
-    scale = record.lora.alpha / record.lora.rank
+    model = restore_model(checkpoint, read_record(checkpoint), "float32")
+    factors = trained_adapter(model, torch.float32).factors
     got = tensors_of(tmp_path / "out")
     with open_checkpoint(base, Glm5Config.from_hf(base)) as reader:
         assert sorted(got) == sorted(reader.names())
@@ -61,7 +63,7 @@ def test_every_tensor_is_the_base_plus_its_delta(
             weight = reader.read(name)
             pair = factors.get(name.removesuffix(".weight"))
             if pair is not None:
-                weight = (weight.float() + scale * (pair.b @ pair.a)).to(weight.dtype)
+                weight = (weight.float() + pair.scale * (pair.b @ pair.a)).to(weight.dtype)
                 assert not torch.equal(weight, reader.read(name)), name
             assert got[name].dtype == weight.dtype and torch.equal(got[name], weight), name
     assert {path.name for path in (tmp_path / "out").iterdir()} >= SMALL_FILES
@@ -89,13 +91,13 @@ def test_an_adapter_that_bf16_cannot_hold_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def wrong_scale(weight: Tensor, factors: LoraFactors | None, scale: float) -> Tensor:
-    return merge(weight, factors, 1.1 * scale)
+def wrong_scale(weight: Tensor, factors: LoraFactors) -> Tensor:
+    return merge(weight, LoraFactors(factors.a, factors.b, 1.1 * factors.scale))
 
 
-def one_left_out(weight: Tensor, factors: LoraFactors | None, scale: float) -> Tensor:
+def one_left_out(weight: Tensor, factors: LoraFactors) -> Tensor:
     """kv_b_proj's shape is its own."""
-    return merge(weight, None if weight.shape == (224, 24) else factors, scale)
+    return weight if weight.shape == (224, 24) else merge(weight, factors)
 
 
 @pytest.mark.parametrize("sabotage", [wrong_scale, one_left_out])
@@ -125,10 +127,39 @@ def test_an_adapter_that_never_moved_merges(
     assert [check.error for check in export(run_dir, tmp_path / "out", "merged")][-1] == 0.0
 
 
-def test_merge_rounds_once_and_only_what_is_adapted() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_adapters_of_both_layouts_are_merged_as_they_are_read(
+    tiny_folder: TinyFolder, tmp_path: Path, layout: str
+) -> None:
+    """From a file, pair by pair; whole modules take the base's place."""
+    base = tiny_folder("5.2", dtype="bfloat16")
+    config = Glm5Config.from_hf(base)
+    factors = in_layout(make_factors(config, dtype=torch.bfloat16), layout)
+    write_serving(tmp_path / "adapter", factors, "sglang", config)
+    router = "model.layers.4.mlp.gate"
+    modules = {
+        f"{router}.weight": torch.randn(config.n_routed_experts, config.hidden_size),
+        f"{router}.e_score_correction_bias": torch.randn(config.n_routed_experts),
+    }
+    adapter = replace(read_adapter(tmp_path / "adapter", config), modules=modules)
+    assert adapter.expert_lora == layout
+    merge_checkpoint(base, tmp_path / "merged", config, adapter)
+    got, expected = tensors_of(tmp_path / "merged"), tensors_of(base)
+    assert got.keys() == expected.keys()
+    for path, pair in factors.factors.items():
+        weight = expected[f"{path}.weight"]
+        delta = pair.scale * (pair.b.float() @ pair.a.float())
+        expected[f"{path}.weight"] = (weight.float() + delta).bfloat16()
+    for name, tensor in modules.items():
+        expected[name] = tensor.to(expected[name].dtype)
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
+
+
+def test_merge_rounds_once() -> None:
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
-    assert merge(weight, None, 2.0) is weight
-    factors = LoraFactors(torch.tensor([[1.0, 0.5]]), torch.tensor([[0.25], [1.0]]))
-    merged = merge(weight, factors, 2.0)
+    merged = merge(
+        weight, LoraFactors(torch.tensor([[1.0, 0.5]]), torch.tensor([[0.25], [1.0]]), 2.0)
+    )
     assert merged.dtype == torch.bfloat16
     assert merged.tolist() == [[1.5, 2.25], [5.0, 5.0]]

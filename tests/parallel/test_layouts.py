@@ -16,7 +16,7 @@ from torch import Tensor
 from glm5.checkpoint.ckpt_dir import read_record, step_folder
 from glm5.checkpoint.convert import hf_weights, mcore_tensors
 from glm5.checkpoint.glm5_rules import glm5_rules
-from glm5.export.factors import adapter_factors
+from glm5.export.factors import trained_adapter
 from glm5.export.restore import restore_model
 from tests.parallel.assemble import assemble
 from tests.parallel.conftest import CASES, SAME_ALONE, One, Ranks, results_of
@@ -106,7 +106,7 @@ def exported(job: Job) -> Iterator[tuple[str, Tensor]]:
     record = read_record(checkpoint)
     model = restore_model(checkpoint, record, "float32")
     if record.kind == "adapter":
-        for path, factors in adapter_factors(model, torch.float32).items():
+        for path, factors in trained_adapter(model, torch.float32).factors.items():
             yield f"{path}.a", factors.a
             yield f"{path}.b", factors.b
         return

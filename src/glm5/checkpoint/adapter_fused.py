@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from glm5.checkpoint.adapter_layout import FusedWeight, LoraFactors
+from glm5.checkpoint.adapter import LoraFactors, padded, rescaled
+from glm5.checkpoint.adapter_layout import FusedWeight
 
 
 def fuse_experts(
@@ -13,29 +14,33 @@ def fuse_experts(
     *,
     num_experts: int,
     shape: tuple[int, int],
+    rank: int,
+    scale: float,
+    dtype: torch.dtype,
 ) -> LoraFactors:
     """Lay the experts' factors out as PEFT's ParamWrapper reads them, n = len(projections).
 
     a [num_experts * n*rank, in], rows expert-major; b [n*out, n*rank * num_experts], columns
     rank-major and expert-minor. Each projection keeps its own a: b is block-diagonal. A linear
-    absent from `factors` gets zeros, which is exact. `shape` is (out, in) of one projection; all
-    factors have one rank and one dtype, which the result keeps.
+    absent from `factors` gets zeros, and so do missing ranks, which is exact; another scale is
+    taken up by b (`rescaled`). `shape` is (out, in) of one projection.
     """
-    first = next(iter(factors.values())).a
-    rank, dtype = first.shape[0], first.dtype
     n = len(weight.projections)
     out_features, in_features = shape
     a = torch.zeros(num_experts, n, rank, in_features, dtype=dtype)
-    b = torch.zeros(n, out_features, n, rank, num_experts, dtype=dtype)
+    b = torch.zeros(num_experts, n, out_features, n, rank, dtype=dtype)
     for expert in range(num_experts):
         for i, projection in enumerate(weight.projections):
-            pair = factors.get(weight.path(expert, projection))
-            if pair is not None:
+            path = weight.path(expert, projection)
+            if path in factors:
+                pair = padded(rescaled(factors[path], scale), rank)
                 a[expert, i] = pair.a
-                b[i, :, i, :, expert] = pair.b
+                b[expert, i, :, i] = pair.b
     return LoraFactors(
         a.reshape(num_experts * n * rank, in_features),
-        b.reshape(n * out_features, n * rank * num_experts),
+        # as two dimensions, which torch transposes much faster than five
+        b.reshape(num_experts, -1).t().reshape(n * out_features, n * rank * num_experts),
+        scale,
     )
 
 
@@ -47,6 +52,21 @@ def is_block_diagonal(weight: FusedWeight, fused: LoraFactors, *, num_experts: i
         return False
     blocks = fused.b.reshape(n, fused.b.shape[0] // n, n, -1)
     return not any(blocks[i, :, j].any() for i in range(n) for j in range(n) if i != j)
+
+
+def adapted_linears(
+    weight: FusedWeight, fused: LoraFactors, *, num_experts: int, split_rank: bool
+) -> dict[tuple[int, int], str]:
+    """(expert, projection) -> Hugging Face path of the linears whose a or b is not all zero."""
+    n = len(weight.projections)
+    shares = n if split_rank else 1
+    a = fused.a.reshape(num_experts, shares, -1).any(2).expand(num_experts, n)
+    b = fused.b.reshape(n, fused.b.shape[0] // n, shares, -1, num_experts)
+    b_own = torch.stack([b[i, :, i % shares].flatten(0, 1).any(0) for i in range(n)], dim=1)
+    return {
+        (expert, i): weight.path(expert, weight.projections[i])
+        for expert, i in (a | b_own).nonzero().tolist()
+    }
 
 
 def split_experts(
@@ -61,15 +81,17 @@ def split_experts(
     full_rank = fused.a.shape[0] // num_experts
     rank = full_rank // n if split_rank else full_rank
     a = fused.a.reshape(num_experts, full_rank, -1)
-    b = fused.b.reshape(n, fused.b.shape[0] // n, full_rank, num_experts)
+    # the experts first, so that each one's share is read in one go
+    b = fused.b.reshape(-1, num_experts).t().contiguous()
+    b = b.reshape(num_experts, n, fused.b.shape[0] // n, full_rank)
     factors = {}
-    for expert in range(num_experts):
-        for i, projection in enumerate(weight.projections):
-            own = slice(i * rank, (i + 1) * rank) if split_rank else slice(None)
-            a_own, b_own = a[expert, own], b[i, :, own, expert]
-            if a_own.any() or b_own.any():
-                # Copies, so that the fused matrices can be freed.
-                factors[weight.path(expert, projection)] = LoraFactors(
-                    a_own.clone(), b_own.clone(memory_format=torch.contiguous_format)
-                )
+    adapted = adapted_linears(weight, fused, num_experts=num_experts, split_rank=split_rank)
+    for (expert, i), path in adapted.items():
+        own = slice(i * rank, (i + 1) * rank) if split_rank else slice(None)
+        # Copies, so that the fused matrices can be freed.
+        factors[path] = LoraFactors(
+            a[expert, own].clone(),
+            b[expert, i, :, own].clone(memory_format=torch.contiguous_format),
+            fused.scale,
+        )
     return factors

@@ -1,16 +1,31 @@
-"""Adapters as PEFT folders: write one, read one, and prove that PEFT loads it completely."""
+"""Adapters on disk: PEFT folders and those that engines serve; write, read and check them."""
 
+from glm5.checkpoint.adapter import FactorSpec, LazyFactors, LoraAdapter, LoraFactors
 from glm5.checkpoint.adapter_check import AdapterReport, load_peft_model, verify_peft_adapter
-from glm5.checkpoint.adapter_layout import LoraFactors, adapter_linears
-from glm5.checkpoint.adapter_read import read_peft_adapter
+from glm5.checkpoint.adapter_compare import compare_adapters
+from glm5.checkpoint.adapter_engines import Consumer, Engine
+from glm5.checkpoint.adapter_layout import adapter_linears, module_tensors
+from glm5.checkpoint.adapter_read import read_adapter
+from glm5.checkpoint.adapter_serving import ServingReport, write_serving_adapter
+from glm5.checkpoint.adapter_serving_check import check_serving_adapter
 from glm5.checkpoint.adapter_write import write_peft_adapter
 
 __all__ = [
     "AdapterReport",
+    "Consumer",
+    "Engine",
+    "FactorSpec",
+    "LazyFactors",
+    "LoraAdapter",
     "LoraFactors",
+    "ServingReport",
     "adapter_linears",
+    "check_serving_adapter",
+    "compare_adapters",
     "load_peft_model",
-    "read_peft_adapter",
+    "module_tensors",
+    "read_adapter",
     "verify_peft_adapter",
     "write_peft_adapter",
+    "write_serving_adapter",
 ]

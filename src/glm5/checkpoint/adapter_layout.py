@@ -4,12 +4,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from glm5.checkpoint.hf_layout import hf_tensors
-from glm5.checkpoint.names import summarise
 from glm5.config import Glm5Config
-from glm5.errors import AdapterError
 
 ATTENTION_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 INDEXER_TARGETS = ("wq_b", "wk", "weights_proj")
@@ -21,14 +17,6 @@ FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_p
 
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(\w+)")
 _FUSED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoraFactors:
-    """One linear's adapter: delta W = (alpha / rank) * b @ a, a [rank, in], b [out, rank]."""
-
-    a: Tensor
-    b: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +40,29 @@ def adapter_linears(config: Glm5Config) -> dict[str, tuple[int, int]]:
     linears: dict[str, tuple[int, int]] = {}
     for name, tensor in hf_tensors(config).items():
         path = name.removesuffix(".weight")
-        parts = path.split(".")
-        if parts[-1] in leaves and int(parts[2]) < config.num_hidden_layers:
+        if path.rpartition(".")[2] in leaves and not is_mtp(path, config):
             out_features, in_features = tensor.shape
             linears[path] = (out_features, in_features)
     return linears
+
+
+def module_tensors(config: Glm5Config) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that may train whole: router, norms, embeddings, head.
+
+    Linears get factors instead, and MTP layers nothing at all.
+    """
+    linears = adapter_linears(config)
+    return {
+        name: tensor.shape
+        for name, tensor in hf_tensors(config).items()
+        if name.removesuffix(".weight") not in linears and not is_mtp(name, config)
+    }
+
+
+def is_mtp(name: str, config: Glm5Config) -> bool:
+    """Whether a tensor or module lies in a layer behind the decoder's last."""
+    parts = name.split(".")
+    return parts[:2] == ["model", "layers"] and int(parts[2]) >= config.num_hidden_layers
 
 
 def peft_weight(path: str) -> str:
@@ -81,6 +87,12 @@ def fused_weight(weight: str) -> FusedWeight | None:
     """What the weight name says about a fused expert parameter; None for an ordinary linear."""
     match = _FUSED.fullmatch(weight)
     return FusedWeight(match[1], FUSED_EXPERTS[match[2]]) if match else None
+
+
+def fused_width(weight: str) -> int:
+    """How many projections lie in a weight: its adapter has so many times the rank of one."""
+    fused = fused_weight(weight)
+    return len(fused.projections) if fused else 1
 
 
 def weight_shapes(
@@ -135,15 +147,3 @@ def peft_targets(
         targets = parameters if "." in short else modules
         targets[weight if short in partial else short] = None
     return list(modules), list(parameters)
-
-
-def check_paths(paths: Iterable[str], linears: Collection[str]) -> None:
-    """Raise AdapterError when a path is no linear of this model that an adapter may sit on."""
-    unknown = [path for path in paths if path not in linears]
-    if unknown:
-        raise AdapterError(
-            "the adapter names linears that this model does not have",
-            got=summarise(unknown),
-            expected=f"Hugging Face paths such as {next(iter(linears))}",
-            remedy="adapt layers below num_hidden_layers; IndexShare layers have no indexer",
-        )

@@ -1,6 +1,7 @@
 """adapter_config.json: which weights PEFT would adapt by it, and with what rank and alpha."""
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,13 +29,11 @@ _MUST_BE_OFF = (
     "kasa_config",
     "layer_replication",
     "lora_bias",
-    "modules_to_save",
     "monteclora_config",
     "trainable_token_indices",
     "use_bdlora",
     "use_dora",
     "use_qalora",
-    "use_rslora",
     "velora_config",
 )
 
@@ -57,6 +56,7 @@ class AdapterSettings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
     peft_type: Literal["LORA"]
+    base_model_name_or_path: str | None = None
     r: PositiveInt
     lora_alpha: FiniteFloat
     bias: Literal["none"] = "none"
@@ -66,6 +66,10 @@ class AdapterSettings(BaseModel):
     target_parameters: Names | None = None
     exclude_modules: Names | Pattern | None = None
     layers_to_transform: tuple[int, ...] | int | None = None
+    modules_to_save: tuple[str, ...] | None = None
+    inference_mode: bool | None = None
+    """Says nothing of the weights, but that PEFT wrote the file."""
+    use_rslora: bool = False
     rank_pattern: dict[Pattern, PositiveInt] | None = None
     alpha_pattern: dict[Pattern, FiniteFloat] | None = None
 
@@ -107,9 +111,15 @@ class AdapterSettings(BaseModel):
         """The rank of a weight; a fused one has that of all its projections together."""
         return _by_pattern(self.rank_pattern, weight, self.r)
 
-    def alpha(self, weight: str) -> float:
-        """The alpha of a weight: its delta is alpha / rank * b @ a."""
-        return _by_pattern(self.alpha_pattern, weight, self.lora_alpha)
+    def scale(self, weight: str) -> float:
+        """The scale of a weight: alpha / rank, or alpha / sqrt(rank) with use_rslora."""
+        rank, alpha = self.rank(weight), _by_pattern(self.alpha_pattern, weight, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def saves_module(self, name: str) -> bool:
+        """Whether PEFT saves and loads the module that the tensor `name` belongs to."""
+        # PEFT compares ends of names, not whole parts of them
+        return name.rpartition(".")[0].endswith(self.modules_to_save or ())
 
     def _is_target_module(self, path: str) -> bool:
         layers = self.layers_to_transform

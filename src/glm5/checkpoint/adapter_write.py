@@ -1,174 +1,163 @@
 """Write an adapter as a PEFT folder that PEFT loads completely."""
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from glm5.checkpoint.adapter_file import ADAPTER_DTYPES, WEIGHTS_FILE, write_adapter_file
+from glm5.checkpoint.adapter import FactorSpec, LazyFactors, LoraAdapter, LoraFactors
+from glm5.checkpoint.adapter_file import Progress, write_adapter_file
 from glm5.checkpoint.adapter_fused import fuse_experts
 from glm5.checkpoint.adapter_layout import (
-    FUSED_EXPERTS,
-    LoraFactors,
+    FusedWeight,
     adapter_linears,
-    check_paths,
     fused_weight,
+    fused_width,
     peft_keys,
     peft_targets,
     peft_weights,
     weight_shapes,
 )
+from glm5.checkpoint.adapter_ranks import rank_settings
 from glm5.checkpoint.adapter_settings import CONFIG_FILE
+from glm5.checkpoint.adapter_valid import check_adapter, checked_pair
 from glm5.checkpoint.atomic import new_folder
+from glm5.checkpoint.safetensors_file import TensorSpec
 from glm5.config import Glm5Config
-from glm5.errors import AdapterError
 
 
 def write_peft_adapter(
     folder: str | Path,
-    factors: Mapping[str, LoraFactors],
+    adapter: LoraAdapter,
     *,
-    rank: int,
-    alpha: float,
     config: Glm5Config,
     base_name: str,
+    progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write `factors`, by Hugging Face linear path, as a folder that PEFT loads completely.
+    """Write the adapter as a folder that PEFT loads completely, in the factors' dtype.
 
-    delta W = (alpha / rank) * b @ a with a [rank, in] and b [out, rank], all of one dtype (fp32,
-    bf16 or fp16), which the file keeps. The folder describes exactly the adapted set:
+    The folder describes exactly the adapted set:
 
     * attention and indexer linears are PEFT target_modules;
     * dense and shared-expert linears are target_parameters `<linear>.weight`, because PEFT drops
       them when they are named as modules;
     * routed experts are target_parameters `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`,
-      fused over the experts of a layer. An expert, or one of gate and up, that is not in `factors`
-      gets zero factors there, which leaves its weight unchanged.
+      fused over the experts of a layer. PEFT has no shared factors: those of "shared_outer" are
+      written once per expert. An expert, or one of gate and up, that is not adapted gets zero
+      factors there, which leaves its weight unchanged; smaller ranks than the layer's largest end
+      in zeros; where scales differ within one fused weight b is rescaled and rounded once;
+    * whole modules are modules_to_save.
 
-    One fused matrix pair is in memory beside `factors`. The folder appears complete or not at all.
-    Raises AdapterError for unknown linears (MTP layers included: transformers has none), wrong
-    shapes, mixed dtypes or values that are not finite, and CheckpointError for a folder that
-    already holds something.
+    Every other difference in rank or scale stands in rank_pattern and alpha_pattern, exactly. One
+    fused matrix pair is in memory beside the adapter. The folder appears complete or not at all;
+    `progress` hears of (tensors written, of how many).
+    Raises AdapterError for whatever `check_adapter` and `checked_pair` refuse, and CheckpointError
+    for a folder that already holds something.
     """
     linears = adapter_linears(config)
-    _check_factors(factors, linears, rank=rank, alpha=alpha)
-    weights = peft_weights(factors)
-    num_experts = config.n_routed_experts
+    specs = check_adapter(adapter, linears, config)
+    checked = LazyFactors(
+        specs, lambda path: checked_pair(path, adapter.factors[path], specs[path], linears[path])
+    )
+    writer = _PeftWriter(checked, specs, linears, config)
+    modules = {f"base_model.model.{name}": tensor for name, tensor in adapter.modules.items()}
+    plan = writer.plan() | {name: (tuple(t.shape), t.dtype) for name, t in modules.items()}
     with new_folder(folder) as staging:
-        all_weights = peft_weights(linears)
-        _write_config(staging, weights, all_weights, rank=rank, alpha=alpha, base_name=base_name)
-        write_adapter_file(
-            staging / WEIGHTS_FILE,
-            _shapes(weights, linears, rank=rank, num_experts=num_experts),
-            next(iter(factors.values())).a.dtype,
-            _tensors(weights, factors, linears, num_experts=num_experts),
-        )
+        settings = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_name,
+            "inference_mode": True,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            **writer.settings(),
+            "modules_to_save": _modules_to_save(adapter.modules) or None,
+        }
+        text = json.dumps(settings, indent=2) + "\n"
+        (staging / CONFIG_FILE).write_text(text, encoding="utf-8")
+        write_adapter_file(staging, plan, writer.tensors(modules), progress)
 
 
-def _check_factors(
-    factors: Mapping[str, LoraFactors],
-    linears: Mapping[str, tuple[int, int]],
-    *,
-    rank: int,
-    alpha: float,
-) -> None:
-    if not factors:
-        raise AdapterError("the adapter is empty", remedy="adapt at least one linear")
-    if rank < 1 or not math.isfinite(alpha) or alpha <= 0:
-        raise AdapterError(
-            "rank and alpha are not those of an adapter",
-            got=f"rank {rank}, alpha {alpha}",
-            expected="rank >= 1, alpha > 0",
-        )
-    check_paths(factors, linears)
-    dtype = next(iter(factors.values())).a.dtype
-    for path, pair in factors.items():
-        out_features, in_features = linears[path]
-        for name, tensor, shape in (
-            ("a", pair.a, (rank, in_features)),
-            ("b", pair.b, (out_features, rank)),
-        ):
-            _check_tensor(f"{path} {name}", tensor, shape, dtype)
+def _modules_to_save(names: Iterable[str]) -> list[str]:
+    # in full: PEFT compares ends of names, where "norm" is also that of "k_norm"
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    if tuple(tensor.shape) != shape:
-        raise AdapterError(f"{name} has the wrong shape", got=tuple(tensor.shape), expected=shape)
-    if tensor.dtype != dtype or dtype not in ADAPTER_DTYPES:
-        raise AdapterError(
-            f"{name} has the wrong dtype",
-            got=tensor.dtype,
-            expected=f"one of {ADAPTER_DTYPES}, the same for all factors",
-        )
-    if not torch.isfinite(tensor).all():
-        raise AdapterError(f"{name} holds NaN or infinity", remedy="export an earlier checkpoint")
+class _PeftWriter:
+    """Everything about one adapter's folder, for its settings and its tensors."""
 
+    def __init__(
+        self,
+        factors: LazyFactors,
+        specs: Mapping[str, FactorSpec],
+        linears: Mapping[str, tuple[int, int]],
+        config: Glm5Config,
+    ) -> None:
+        self._factors = factors
+        self._specs = specs
+        self._linears = linears
+        self._num_experts = config.n_routed_experts
+        self._weights = peft_weights(specs)
+        self._dtype = next(iter(specs.values())).dtype
+        # (rank of one projection, scale) of each weight
+        self._ranks = {weight: self._rank(weight) for weight in self._weights}
 
-def _write_config(
-    folder: Path,
-    weights: list[str],
-    all_weights: list[str],
-    *,
-    rank: int,
-    alpha: float,
-    base_name: str,
-) -> None:
-    modules, parameters = peft_targets(weights, all_weights)
-    alpha = int(alpha) if float(alpha).is_integer() else alpha
-    # A fused weight of n projections has n times the rank; n times alpha keeps alpha / rank.
-    widths = {
-        rf"mlp\.experts\.{name}": len(projections)
-        for name, projections in FUSED_EXPERTS.items()
-        if len(projections) > 1 and any(weight.endswith(f"experts.{name}") for weight in weights)
-    }
-    adapter_config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
-        "inference_mode": True,
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": modules,
-        "target_parameters": parameters or None,
-        "rank_pattern": {pattern: n * rank for pattern, n in widths.items()},
-        "alpha_pattern": {pattern: n * alpha for pattern, n in widths.items()},
-    }
-    text = json.dumps(adapter_config, indent=2) + "\n"
-    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    def settings(self) -> dict[str, object]:
+        """The part of adapter_config.json that depends on the adapter."""
+        modules, parameters = peft_targets(self._weights, peft_weights(self._linears))
+        return {
+            "target_modules": modules,
+            "target_parameters": parameters or None,
+            **rank_settings(self._ranks),
+        }
 
+    def plan(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of the tensors of all factors."""
+        plan: dict[str, TensorSpec] = {}
+        for weight, key in peft_keys(self._weights).items():
+            rank = fused_width(weight) * self._ranks[weight][0]
+            a, b = weight_shapes(weight, self._linears, rank=rank, num_experts=self._num_experts)
+            plan[f"{key}.lora_A.weight"] = (a, self._dtype)
+            plan[f"{key}.lora_B.weight"] = (b, self._dtype)
+        return plan
 
-def _shapes(
-    weights: list[str], linears: Mapping[str, tuple[int, int]], *, rank: int, num_experts: int
-) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the file."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for weight, key in peft_keys(weights).items():
+    def tensors(self, modules: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the file; a fused pair is made when it is asked for."""
+        for weight, key in peft_keys(self._weights).items():
+            fused = fused_weight(weight)
+            pair = self._fused(weight, fused) if fused else self._factors[_linear(weight)]
+            yield f"{key}.lora_A.weight", pair.a.detach()
+            yield f"{key}.lora_B.weight", pair.b.detach()
+        yield from modules.items()
+
+    def _rank(self, weight: str) -> tuple[int, float]:
         fused = fused_weight(weight)
-        width = len(fused.projections) if fused else 1
-        shapes[f"{key}.lora_A.weight"], shapes[f"{key}.lora_B.weight"] = weight_shapes(
-            weight, linears, rank=width * rank, num_experts=num_experts
+        if fused is None:
+            spec = self._specs[_linear(weight)]
+            return spec.rank, spec.scale
+        specs = [self._specs[path] for path in self._paths(fused) if path in self._specs]
+        scale = Counter(spec.scale for spec in specs).most_common(1)[0][0]
+        return max(spec.rank for spec in specs), scale
+
+    def _paths(self, fused: FusedWeight) -> Iterator[str]:
+        for expert in range(self._num_experts):
+            for projection in fused.projections:
+                yield fused.path(expert, projection)
+
+    def _fused(self, weight: str, fused: FusedWeight) -> LoraFactors:
+        rank, scale = self._ranks[weight]
+        return fuse_experts(
+            fused,
+            self._factors,
+            num_experts=self._num_experts,
+            shape=self._linears[fused.path(0, fused.projections[0])],
+            rank=rank,
+            scale=scale,
+            dtype=self._dtype,
         )
-    return shapes
 
 
-def _tensors(
-    weights: list[str],
-    factors: Mapping[str, LoraFactors],
-    linears: Mapping[str, tuple[int, int]],
-    *,
-    num_experts: int,
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the file; a fused pair is made when it is asked for."""
-    for weight, key in peft_keys(weights).items():
-        if fused := fused_weight(weight):
-            shape = linears[fused.path(0, fused.projections[0])]
-            pair = fuse_experts(fused, factors, num_experts=num_experts, shape=shape)
-        else:
-            pair = factors[weight.removesuffix(".weight")]
-        yield f"{key}.lora_A.weight", pair.a.detach()
-        yield f"{key}.lora_B.weight", pair.b.detach()
+def _linear(weight: str) -> str:
+    return weight.removesuffix(".weight")

@@ -48,6 +48,21 @@ class Form(StrEnum):
     HF = "hf"
 
 
+class Consumer(StrEnum):
+    """What an adapter folder is loaded by."""
+
+    PEFT = "peft"
+    SGLANG = "sglang"
+    VLLM = "vllm"
+
+
+class ExpertLora(StrEnum):
+    """How the adapters of the routed experts are laid out."""
+
+    PER_EXPERT = "per_expert"
+    SHARED_OUTER = "shared_outer"
+
+
 class Mode(StrEnum):
     """What trains."""
 
@@ -138,16 +153,67 @@ def export(
         Form,
         typer.Option(
             "--as",
-            help="adapter: for peft. merged: base plus adapter. "
+            help="adapter: factors alone, see --for. merged: base plus adapter. "
             "hf: of a checkpoint that holds every weight.",
         ),
     ],
+    consumer: Annotated[
+        Consumer, typer.Option("--for", help="What loads the adapter; with --as adapter.")
+    ] = Consumer.PEFT,
     json: Json = False,
 ) -> None:
-    """Write a PEFT adapter, a merged or a plain Hugging Face checkpoint, verified by loading it."""
+    """Write an adapter, a merged or a plain Hugging Face checkpoint, verified by loading it."""
     from glm5.cli.export import run_export
 
-    run_export(ckpt_dir, out_dir, form.value, json=json)
+    run_export(ckpt_dir, out_dir, form.value, consumer.value, json=json)
+
+
+@app.command("convert-adapter")
+def convert_adapter(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN", help="An adapter folder: of PEFT, or as SGLang or vLLM serve."
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    to: Annotated[Consumer, typer.Option("--to", help="What loads the new folder.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="The base: folder, config.json, or a name such as GLM-5.2. No weights are read.",
+        ),
+    ],
+    read_as: Annotated[
+        Consumer | None,
+        typer.Option("--from", help="What IN is for; left out, it shows. An engine's is checked."),
+    ] = None,
+    expert_lora: Annotated[
+        ExpertLora | None,
+        typer.Option(help="per_expert gives experts that share a factor one each, exactly."),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LINEAR",
+            help="Leave the factors of these linears out, such as kv_b_proj: another model than "
+            "was trained. May be repeated.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Turn an adapter folder into one for peft, sglang or vllm, checked by reading it back."""
+    from glm5.cli.convert_adapter import ConvertOptions, run_convert_adapter
+
+    options = ConvertOptions(
+        to=to.value,
+        model=model,
+        read_as=read_as.value if read_as else None,
+        expert_lora=expert_lora.value if expert_lora else None,
+        without=tuple(without or ()),
+    )
+    run_convert_adapter(source, target, options, json=json)
 
 
 @app.command()

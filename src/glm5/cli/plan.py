@@ -145,10 +145,10 @@ def _letters(chunk: Sequence[Kind], index: int, letters: str) -> str:
 
 
 def _dry_run(output: Output, glm5: Glm5Config, placed: Placement, *, include_mtp: bool) -> int:
-    from glm5.cli.progress import shard_progress
+    from glm5.cli.progress import progress_bar
     from glm5.plan.dry_run import dry_run
 
-    with shard_progress(quiet=output.as_json) as progress:
+    with progress_bar("shards", quiet=output.as_json) as progress:
         done = dry_run(
             glm5,
             placed.layout,

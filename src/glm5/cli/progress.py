@@ -10,9 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def shard_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Hears (shards done, of how many)."""
-    columns = (TextColumn("shards"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Hears (`what` done, of how many)."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task("shards", total=None)
+        task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""`glm5 export --as adapter`: a PEFT folder."""
+"""`glm5 export --as adapter`: a folder for PEFT, SGLang or vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
 
-from glm5.checkpoint.adapter_io import load_peft_model, verify_peft_adapter, write_peft_adapter
+from glm5.checkpoint.adapter_io import (
+    Consumer,
+    Engine,
+    LoraAdapter,
+    compare_adapters,
+    load_peft_model,
+    read_adapter,
+    verify_peft_adapter,
+    write_peft_adapter,
+    write_serving_adapter,
+)
 from glm5.checkpoint.atomic import new_folder
 from glm5.checkpoint.ckpt_dir import CheckpointRecord
 from glm5.checkpoint.dequantise import readable_by_transformers
@@ -14,33 +24,54 @@ from glm5.checkpoint.hf_folder import hf_folder
 from glm5.config import Glm5Config
 from glm5.errors import AdapterError, CheckFailedError
 from glm5.export.check import ExportCheck, as_it_is, check_logits
-from glm5.export.factors import adapter_factors
+from glm5.export.factors import trained_adapter
 from glm5.model.transformer_config import torch_dtype
 from glm5.parity.logits import paired_logits, probe_tokens
 
 
-def export_adapter(model: GPTModel, record: CheckpointRecord, out_dir: Path) -> list[ExportCheck]:
-    """Writes the adapters of an fp32 model as PEFT loads them, in the dtype that they trained in.
+def export_adapter(
+    model: GPTModel, record: CheckpointRecord, out_dir: Path, consumer: Consumer
+) -> list[ExportCheck]:
+    """Writes the adapters of an fp32 model as `consumer` loads them, in the dtype they trained in.
 
-    Before the folder appears, PEFT has loaded it on the base model, every tensor and every weight's
-    delta was found there, and the logits agree.
+    Before the folder appears it is verified. For "peft": PEFT has loaded it on the base model,
+    every tensor and every weight's delta was found there, and the logits agree. For an engine: the
+    rules of its loader hold, and what is read back are the factors that trained.
 
     Raises:
-        CheckFailedError: PEFT drops or changes something, or computes other logits.
+        CheckFailedError: PEFT drops or changes something, or computes other logits; or the file
+        holds other factors. AdapterError: the engine cannot serve what was adapted.
     """
     assert record.lora is not None and record.base is not None
-    glm5: Glm5Config = model.config.glm5
-    rank, alpha = record.lora.rank, record.lora.alpha
-    factors = adapter_factors(model, torch_dtype(record.dtype))
-    base = hf_folder(record.base)
+    adapter = trained_adapter(model, torch_dtype(record.dtype))
+    if consumer != "peft":
+        return _export_serving(model.config.glm5, record.base, out_dir, adapter, consumer)
+    return _export_peft(model, record.base, out_dir, adapter)
+
+
+def _export_serving(
+    glm5: Glm5Config, base: str, out_dir: Path, adapter: LoraAdapter, engine: Engine
+) -> list[ExportCheck]:
     with new_folder(out_dir) as staging:
         folder = staging / "adapter"
-        write_peft_adapter(
-            folder, factors, rank=rank, alpha=alpha, config=glm5, base_name=record.base
-        )
+        write_serving_adapter(folder, adapter, engine, config=glm5, base_name=base)
+        read = read_adapter(folder, glm5, "serving")
+        error, limit = compare_adapters(read, adapter)
+        _move_up(folder, staging)
+    return [ExportCheck(f"factors read back from the {engine} folder", error, limit)]
+
+
+def _export_peft(
+    model: GPTModel, base_name: str, out_dir: Path, adapter: LoraAdapter
+) -> list[ExportCheck]:
+    glm5: Glm5Config = model.config.glm5
+    base = hf_folder(base_name)
+    with new_folder(out_dir) as staging:
+        folder = staging / "adapter"
+        write_peft_adapter(folder, adapter, config=glm5, base_name=base_name)
         with readable_by_transformers(base, glm5) as readable:
             try:
-                verify_peft_adapter(folder, readable, glm5, factors, rank=rank, alpha=alpha)
+                verify_peft_adapter(folder, readable, glm5, adapter)
             except AdapterError as error:
                 raise CheckFailedError("PEFT does not load this adapter", got=error) from error
             peft_model = load_peft_model(folder, readable, glm5)

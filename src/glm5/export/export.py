@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from glm5.checkpoint.adapter_engines import Consumer
 from glm5.checkpoint.atomic import check_is_free
 from glm5.checkpoint.ckpt_dir import STEPS_FOLDER, CheckpointRecord, find_checkpoint, read_record
 from glm5.checkpoint.fingerprint import CONFIG, WEIGHTS, base_fingerprints, changed_inputs
@@ -19,9 +20,11 @@ from glm5.export.restore import restore_model
 Form = Literal["adapter", "merged", "hf"]
 
 
-def export(checkpoint: Path, out_dir: Path, form: Form) -> list[ExportCheck]:
+def export(
+    checkpoint: Path, out_dir: Path, form: Form, consumer: Consumer = "peft"
+) -> list[ExportCheck]:
     """Writes `checkpoint` (or the newest of a run) to the new folder `out_dir`, verified by
-    loading.
+    loading. `consumer` is what loads an adapter.
 
     Raises:
         CheckpointError: no such checkpoint, a form that does not fit it, or `out_dir` is taken or
@@ -33,11 +36,12 @@ def export(checkpoint: Path, out_dir: Path, form: Form) -> list[ExportCheck]:
     check_is_free(out_dir)
     _check_place(checkpoint, out_dir)
     _check_form(checkpoint, record.kind, form)
+    _check_consumer(form, consumer)
     _check_base(record)
     # the comparison is in fp32; written values keep the dtype that they trained in
     model = restore_model(checkpoint, record, dtype="float32")
     if form == "adapter":
-        return export_adapter(model, record, out_dir)
+        return export_adapter(model, record, out_dir, consumer)
     if form == "merged":
         return export_merged(model, record, out_dir)
     return export_hf(model, record, checkpoint, out_dir)
@@ -66,6 +70,15 @@ def _check_base(record: CheckpointRecord) -> None:
             f"{record.base} is not what the adapter was trained on",
             got=f"changed: {', '.join(changed)}",
             remedy="put the base back as it was",
+        )
+
+
+def _check_consumer(form: Form, consumer: Consumer) -> None:
+    if form != "adapter" and consumer != "peft":
+        raise CheckpointError(
+            f"--for {consumer} says nothing of --as {form}",
+            expected="--for with --as adapter",
+            remedy="leave --for out: a checkpoint of whole weights is loaded by all engines",
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from glm5.checkpoint.adapter_io import LoraFactors
+from glm5.checkpoint.adapter_io import LoraAdapter, LoraFactors
 from glm5.checkpoint.atomic import new_folder
 from glm5.checkpoint.ckpt_dir import CheckpointRecord
 from glm5.checkpoint.dequantise import rewrite_checkpoint
@@ -17,7 +17,7 @@ from glm5.checkpoint.load import load_model
 from glm5.config import Glm5Config
 from glm5.errors import CheckFailedError
 from glm5.export.check import ExportCheck, as_it_is, check_logits, share_lost
-from glm5.export.factors import adapter_factors
+from glm5.export.factors import trained_adapter
 from glm5.parity.hf_side import load_reference
 from glm5.parity.logits import mcore_logits, paired_logits, probe_tokens
 
@@ -26,7 +26,10 @@ MAX_SHARE_LOST = 0.5
 
 
 def export_merged(model: GPTModel, record: CheckpointRecord, out_dir: Path) -> list[ExportCheck]:
-    """Writes W + alpha/rank * B A, summed in fp32 and rounded once to the base's dtype.
+    """Writes W + scale * B A, summed in fp32 and rounded once to the base's dtype.
+
+    Whole trained tensors (router, norms, embeddings, head) take the place of the base's, in its
+    dtype. One tensor and the factors of one linear are in memory beside the model.
 
     Before the folder appears, `transformers` has loaded it and agrees with glm5 on the same folder,
     and with the adapted model as far as the rounding of the weights allows.
@@ -37,35 +40,41 @@ def export_merged(model: GPTModel, record: CheckpointRecord, out_dir: Path) -> l
     assert record.lora is not None and record.base is not None
     glm5: Glm5Config = model.config.glm5
     base = hf_folder(record.base)
-    scale = record.lora.alpha / record.lora.rank
-    factors = adapter_factors(model, torch.float32)
-    merged: set[str] = set()
-
-    def change(name: str, tensor: Tensor) -> Tensor:
-        linear = name.removesuffix(".weight")
-        if linear in factors:
-            merged.add(linear)
-        return merge(tensor, factors.get(linear), scale)
-
+    adapter = trained_adapter(model, torch.float32)
     source = Glm5Config.from_hf(base).model_copy(update={"latent_norm_eps": glm5.latent_norm_eps})
     with new_folder(out_dir) as staging:
         folder = staging / "hf"
-        rewrite_checkpoint(base, folder, source, change)
-        assert merged == factors.keys(), f"not merged: {factors.keys() - merged}"
-        has_effect = any(bool(pair.b.any()) for pair in factors.values())
-        checks = _check(model, base, folder, has_effect)
+        merge_checkpoint(base, folder, source, adapter)
+        checks = _check(model, base, folder, _has_effect(adapter))
         for file in folder.iterdir():
             file.rename(staging / file.name)
         folder.rmdir()
     return checks
 
 
-def merge(weight: Tensor, factors: LoraFactors | None, scale: float) -> Tensor:
+def merge_checkpoint(base: Path, folder: Path, glm5: Glm5Config, adapter: LoraAdapter) -> None:
+    """Writes `base` with the adapter merged to the new `folder`, tensor by tensor."""
+    left = set(adapter.factors) | set(adapter.modules)
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        linear = name.removesuffix(".weight")
+        left.difference_update((name, linear))
+        if name in adapter.modules:
+            return adapter.modules[name].to(tensor.device, tensor.dtype)
+        return merge(tensor, adapter.factors[linear]) if linear in adapter.factors else tensor
+
+    rewrite_checkpoint(base, folder, glm5, change)
+    assert not left, f"not merged: {left}"
+
+
+def merge(weight: Tensor, factors: LoraFactors) -> Tensor:
     """weight [out, in] + scale * b @ a, in fp32, rounded once to the dtype of weight."""
-    if factors is None:
-        return weight
     delta = factors.b.float() @ factors.a.float()
-    return (weight.float() + scale * delta.to(weight.device)).to(weight.dtype)
+    return (weight.float() + factors.scale * delta.to(weight.device)).to(weight.dtype)
+
+
+def _has_effect(adapter: LoraAdapter) -> bool:
+    return bool(adapter.modules) or any(bool(pair.b.any()) for pair in adapter.factors.values())
 
 
 def _check(model: GPTModel, base: Path, folder: Path, has_effect: bool) -> list[ExportCheck]:
