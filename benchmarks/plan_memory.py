@@ -23,7 +23,8 @@ from megatron.core import parallel_state
 from benchmarks.memory_tracker import MemoryTracker
 from glm5.checkpoint.load import build_for
 from glm5.config import Glm5Config
-from glm5.lora.attach import LoraSpec, attach_lora
+from glm5.lora.attach import attach_lora
+from glm5.lora.spec import LoraSpec
 from glm5.plan.hardware import GIB
 from glm5.plan.layouts import Placement, parse_layout, smallest_world
 from glm5.plan.memory import Memory, stage_memory, stages_of
@@ -165,7 +166,12 @@ def _loop(config: Glm5Config, work: Workload, device: torch.device) -> TrainLoop
             if parameter.dim() > 1:
                 parameter.normal_(std=0.02)
     if work.mode == "lora":
-        spec = LoraSpec(adapter_rank=work.adapter_rank, adapter_alpha=32.0, targets=work.targets)
+        spec = LoraSpec(
+            adapter_rank=work.adapter_rank,
+            adapter_alpha=32.0,
+            targets=work.targets,
+            expert_lora=work.expert_lora,
+        )
         attach_lora(model, spec, seed=0)
     wrapped = wrap_data_parallel([model.train()])
     section = OptimizerSection(lr=1e-4)

@@ -16,7 +16,8 @@ from glm5.checkpoint.load import build_for, load_model
 from glm5.checkpoint.rules import GatedPair, Rename, Rule
 from glm5.config import Glm5Config
 from glm5.errors import CheckpointError
-from glm5.lora.attach import LoraSpec, attach_lora
+from glm5.lora.attach import attach_lora
+from glm5.lora.spec import LoraSpec
 from tests.tiny_models import TinyFolder
 
 # The families that differ: 5.1 is 5 with other weights.

@@ -7,7 +7,7 @@ import pytest
 
 from glm5.config import Glm5Config
 from glm5.errors import CheckpointError
-from glm5.export.export import export
+from glm5.export.export import Form, export
 from glm5.parity.hf_side import load_reference
 from tests.export.conftest import TrainedRun
 from tests.exported import (
@@ -119,3 +119,26 @@ def test_the_latent_eps_is_used_for_the_adapter_too(
     check, told = export(run_dir, tmp_path / "out", "adapter")
     assert check.ok and check.limit is not None
     assert told.limit is None and told.error > 1e-3
+
+
+LORA = {
+    "rank": 2,
+    "alpha": 4.0,
+    "targets": ["q_a_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "expert_lora": "shared_outer",
+    "dropout": 0.1,
+    "use_rslora": True,
+    "rank_pattern": {"shared_experts.up_proj": 3, r"experts\.\d+\.down_proj": 4},
+    "alpha_pattern": {"o_proj": 3.0},
+    "exclude": ["layers.1.self_attn.o_proj"],
+    "train": ["router", "norms"],
+}
+
+
+@pytest.mark.parametrize("form", ["adapter", "merged"])
+def test_an_adapter_of_every_option_computes_what_was_trained(
+    trained_run: TrainedRun, tmp_path: Path, form: Form
+) -> None:
+    """The export compares the logits itself."""
+    checks = export(trained_run("5", {}, lora=LORA), tmp_path / "out", form)
+    assert checks and all(check.ok for check in checks)

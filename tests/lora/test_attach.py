@@ -1,6 +1,9 @@
 """A model with adapters is the model with scale * B A merged into its weights."""
 
-from collections.abc import Callable
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -9,15 +12,16 @@ from torch import Tensor
 
 from glm5.checkpoint.load import load_model
 from glm5.lora.attach import (
-    LoraSpec,
     adapted_modules,
     adapter_pairs,
     attach_lora,
     base_name,
     is_adapter,
 )
-from glm5.lora.targets import DEFAULT_TARGETS, INDEXER_TARGETS
+from glm5.lora.spec import LoraSpec
+from glm5.lora.targets import DEFAULT_TARGETS, HF_LINEARS, INDEXER_TARGETS
 from glm5.model.forward import logits
+from glm5.model.names import by_expert
 from tests.tiny_models import (
     TinyFolder,
     assert_all_close,
@@ -29,12 +33,12 @@ from tests.tiny_models import (
 )
 
 RANK, ALPHA = 3, 6.0
-SCALE = 2.0
+LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+")
 LENGTHS = (25, 1, 9)
 
 
-def spec(*targets: str) -> LoraSpec:
-    return LoraSpec(adapter_rank=RANK, adapter_alpha=ALPHA, targets=targets)
+def spec(*targets: str, **options: Any) -> LoraSpec:
+    return LoraSpec(adapter_rank=RANK, adapter_alpha=ALPHA, targets=targets, **options)
 
 
 def run(model: GPTModel) -> tuple[Tensor, dict[str, Tensor]]:
@@ -49,34 +53,45 @@ def randomise(model: GPTModel) -> None:
     """B != 0: with B = 0 the delta is 0 and A has no gradient."""
     generator = torch.Generator().manual_seed(7)
     for *_, pair in adapter_pairs(model):
-        pair.b.data = 0.2 * torch.randn(pair.b.shape, generator=generator)
+        pair.b.data.copy_(0.2 * torch.randn(pair.b.shape, generator=generator))
 
 
-def rows_of(model: GPTModel, path: str, hf_linear: str) -> slice:
-    """Where the rows of this Hugging Face linear lie in the Megatron weight."""
-    module = dict(adapted_modules(model))[path]
-    size = module.base.weight.shape[0] // len(module.hf_linears)
-    first = module.hf_linears.index(hf_linear) * size
-    return slice(first, first + size)
+def one_by_one(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Stacked experts apart, as adapter_pairs names them."""
+    return dict(part for name, tensor in tensors for part in by_expert(name, tensor))
+
+
+def rows_of(weight: Tensor, path: str, hf_linear: str) -> Tensor:
+    """The rows of this Hugging Face linear in the Megatron weight."""
+    linears = HF_LINEARS[path.rpartition(".")[2]]
+    return weight.chunk(len(linears))[linears.index(hf_linear)]
 
 
 def merge(adapted: GPTModel, plain: GPTModel) -> None:
-    weights = dict(plain.named_parameters())
+    weights = one_by_one(plain.named_parameters())
     for path, hf_linear, pair in adapter_pairs(adapted):
-        rows = rows_of(adapted, path, hf_linear)
-        weights[f"{path}.weight"].data[rows] += SCALE * (pair.b @ pair.a).detach()
+        rows = rows_of(weights[f"{path}.weight"].data, path, hf_linear)
+        rows += pair.scale * (pair.b @ pair.a).detach()
 
 
 def chain_rule(adapted: GPTModel, merged: dict[str, Tensor]) -> dict[str, Tensor]:
-    """dA = s B^T dW and dB = s dW A^T, from the gradients of the merged weights."""
-    expected = {}
+    """dA = s B^T dW and dB = s dW A^T, from the gradients of the merged weights.
+
+    Those of stacked factors are stacked, and summed where all experts share the factor.
+    """
+    merged = one_by_one(merged.items())
+    parts: dict[str, list[Tensor]] = defaultdict(list)
     for path, hf_linear, pair in adapter_pairs(adapted):
         if (name := f"{path}.weight") in merged:
-            d_w = merged[name][rows_of(adapted, path, hf_linear)]
-            stem = f"{path}.pairs.{hf_linear}"
-            expected[f"{stem}.a"] = SCALE * pair.b.detach().T @ d_w
-            expected[f"{stem}.b"] = SCALE * d_w @ pair.a.detach().T
-    return expected
+            d_w = rows_of(merged[name], path, hf_linear)
+            stem = f"{LOCAL_EXPERT.sub('', path)}.pairs.{hf_linear}"
+            parts[f"{stem}.a"].append(pair.scale * pair.b.detach().T @ d_w)
+            parts[f"{stem}.b"].append(pair.scale * d_w @ pair.a.detach().T)
+    like = dict(adapted.named_parameters())
+    return {
+        name: torch.stack(own).sum_to_size(like[name].shape) if like[name].ndim == 3 else own[0]
+        for name, own in parts.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +127,45 @@ def model(tiny_folder: TinyFolder) -> GPTModel:
 def test_adapters_equal_merged_weights(
     model: GPTModel, plain: Callable[[], GPTModel], targets: tuple[str, ...]
 ) -> None:
+    check_against_merged(model, plain, spec(*targets))
+
+
+@pytest.mark.parametrize("expert_lora", ["shared_outer", "none"])
+@pytest.mark.parametrize(
+    "targets", [("gate_proj",), ("up_proj",), ("down_proj",), DEFAULT_TARGETS], ids="+".join
+)
+def test_layouts_of_expert_adapters_equal_merged_weights(
+    model: GPTModel, plain: Callable[[], GPTModel], targets: tuple[str, ...], expert_lora: str
+) -> None:
+    check_against_merged(model, plain, spec(*targets, expert_lora=expert_lora))
+
+
+@pytest.mark.parametrize("expert_lora", ["per_expert", "shared_outer"])
+def test_other_ranks_and_scales_equal_merged_weights(
+    model: GPTModel, plain: Callable[[], GPTModel], expert_lora: str
+) -> None:
+    options = spec(
+        *DEFAULT_TARGETS,
+        use_rslora=True,
+        rank_pattern={r"experts\.\d+\.up_proj": 5, "layers.0.mlp.down_proj": 1},
+        alpha_pattern={"o_proj": 1.5, r"experts\.\d+\.down_proj": 9.0},
+        exclude=("shared_experts.gate_proj", "layers.2.self_attn.q_a_proj"),
+        expert_lora=expert_lora,
+    )
+    check_against_merged(model, plain, options)
+    found = {f"{path}.{name}": pair for path, name, pair in adapter_pairs(model)}
+    up = found["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.up_proj"]
+    assert (up.b.shape[1], up.scale) == (5, ALPHA / 5**0.5)
+    assert found["decoder.layers.0.self_attention.linear_proj.o_proj"].scale == 1.5 / RANK**0.5
+    assert not any("shared_experts.linear_fc1.gate_proj" in name for name in found)
+    assert "decoder.layers.1.self_attention.linear_q_down_proj.q_a_proj" in found
+    assert "decoder.layers.2.self_attention.linear_q_down_proj.q_a_proj" not in found
+
+
+def check_against_merged(model: GPTModel, plain: Callable[[], GPTModel], options: LoraSpec) -> None:
     base = plain()
     untouched, _ = run(base)
-    attach_lora(model, spec(*targets), seed=0)
+    attach_lora(model, options, seed=0)
     randomise(model)
     merge(model, base)
     (got, got_gradients), (expected, merged_gradients) = run(model), run(base)
@@ -132,8 +183,8 @@ def test_a_wrong_scale_would_show(model: GPTModel, plain: Callable[[], GPTModel]
     randomise(model)
     base = plain()
     merge(model, base)
-    for *_, pair in adapter_pairs(model):
-        pair.scale *= 1.01
+    for _, module in adapted_modules(model):
+        module.pair("o_proj").scale *= 1.01
     with pytest.raises(AssertionError, match="error"):
         assert_close(run(model)[0], run(base)[0], 1e-5)
 
@@ -208,7 +259,6 @@ def test_adapters_have_the_dtype_of_their_base(tiny_folder: TinyFolder) -> None:
     attach_lora(model, spec(*DEFAULT_TARGETS, *INDEXER_TARGETS), seed=0)
     randomise(model)
     for *_, pair in adapter_pairs(model):
-        pair.b.data = pair.b.data.bfloat16()
         assert pair.a.dtype == torch.bfloat16
     out, found = run(model)
     assert out.dtype == torch.bfloat16

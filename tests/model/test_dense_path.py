@@ -10,7 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from glm5.checkpoint.load import load_model
-from glm5.lora.attach import LoraSpec, adapter_pairs, attach_lora
+from glm5.lora.attach import adapter_pairs, attach_lora
+from glm5.lora.spec import LoraSpec
 from glm5.lora.targets import DEFAULT_TARGETS
 from glm5.model.forward import logits
 from glm5.model.indexer import LightningIndexer

@@ -11,7 +11,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from glm5.checkpoint.load import load_model
-from glm5.lora.attach import LoraSpec, attach_lora
+from glm5.lora.attach import attach_lora
+from glm5.lora.spec import LoraSpec
 from glm5.model.forward import logits
 from glm5.model.indexer import LightningIndexer
 from glm5.ops import torch_backend

@@ -23,16 +23,17 @@ __all__ = ["tiny_folder"]
 # name -> (processes, layout, recipes)
 LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
     "dp2": (2, Layout(), ("adapters", "indexer")),
-    "ep2": (2, Layout(ep=2), ("adapters", "indexer")),
-    "etp2": (2, Layout(etp=2), ("adapters", "weights")),
-    "tp2": (2, Layout(tp=2), ("adapters", "heads", "mtp")),
+    "ep2": (2, Layout(ep=2), ("adapters", "shared", "indexer")),
+    "etp2": (2, Layout(etp=2), ("adapters", "shared", "weights")),
+    "tp2": (2, Layout(tp=2), ("adapters", "shared", "heads", "mtp")),
     "cp2": (2, Layout(cp=2), ("adapters", "indexer", "mtp", "bf16")),
     "pp2": (2, Layout(pp=2), ("adapters", "mtp")),
     "pp2vpp2": (2, Layout(pp=2, vpp=2), ("adapters", "mtp", "bf16")),
     "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters", "bf16")),
-    "tp2pp2ep2": (4, Layout(tp=2, pp=2, ep=2), ("adapters",)),
+    "tp2pp2ep2": (4, Layout(tp=2, pp=2, ep=2), ("adapters", "shared")),
     "tp2ep2etp2": (4, Layout(tp=2, ep=2, etp=2), ("adapters",)),
-    "tp2cp2ep4": (4, Layout(tp=2, cp=2, ep=4), ("adapters",)),
+    "tp2cp2ep4": (4, Layout(tp=2, cp=2, ep=4), ("adapters", "shared")),
+    "tp2dp2ep2": (4, Layout(tp=2, ep=2), ("shared",)),
 }
 CASES = [
     (name, recipe)

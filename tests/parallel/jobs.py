@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from glm5.checkpoint.ckpt_dir import step_folder
 from glm5.checkpoint.fingerprint import base_fingerprints
 from glm5.checkpoint.hf_folder import hf_folder
 from glm5.lora.attach import adapted_modules, base_name
-from glm5.model.names import GlobalNames
+from glm5.model.names import GlobalNames, by_expert
 from glm5.ops import torch_backend
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
 from glm5.train.chat import TokenizedChat
@@ -45,17 +46,24 @@ class Job:
     out_dir: Path
     layout: Layout
     recipe: str
-    """adapters: LoRA on every linear; weights: full training with a frozen indexer; indexer: full
-    training with the indexer's loss; mtp: that and the MTP layer's; heads: the same with attention
-    shared by heads; exact, bf16: adapters in fp32 and in bf16 on a model `without_decisions`."""
+    """adapters: LoRA on every linear; shared: that, where experts share factors, and routers,
+    norms, embedding and head train beside them; dropout: on some linears; weights: full training
+    with a frozen indexer; indexer: full training with the indexer's loss; mtp: that and the MTP
+    layer's; heads: the same with attention shared by heads; exact, bf16: adapters in fp32 and in
+    bf16 on a model `without_decisions`."""
     resume_from: Path | None = None
     """Run folder of another layout, whose last checkpoint is gone on from."""
     recompute: str = "none"
     adapter_rank: int = 3
 
     def run_config(self) -> RunConfig:
-        adapts = self.recipe in ("adapters", "exact", "bf16")
-        lora = {"rank": self.adapter_rank, "alpha": 6.0} if adapts else None
+        adapts = self.recipe in ("adapters", "shared", "dropout", "exact", "bf16")
+        lora: dict[str, Any] | None = {"rank": self.adapter_rank, "alpha": 6.0} if adapts else None
+        if lora is not None and self.recipe == "shared":
+            lora["expert_lora"] = "shared_outer"
+            lora["train"] = ["router", "norms", "embeddings", "lm_head"]
+        if lora is not None and self.recipe == "dropout":
+            lora |= {"dropout": 0.5, "targets": ["o_proj", "up_proj", "down_proj"]}
         tables: dict[str, Any] = {
             "model": {
                 "path": str(self.hf_dir),
@@ -212,7 +220,7 @@ def complete_gradients(model: DistributedDataParallel) -> None:
 
 def gradients_of(loop: TrainLoop) -> dict[str, Tensor]:
     """Copies of Megatron's gradient buffers by global name."""
-    return {name: p.main_grad.detach().cpu().clone() for name, p in trained(loop)}
+    return dict(apart(loop, lambda parameter: parameter.main_grad))
 
 
 def gradients_when_recomputed(jobs: list[Job]) -> list[dict[str, Any]]:
@@ -261,6 +269,34 @@ def one_short_row(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+def weights_of_steps(job: Job, counts: list[int]) -> list[dict[str, Tensor]]:
+    """What trains after so many steps, each."""
+    loop = start(job)
+    found = []
+    for step in range(1, counts[-1] + 1):
+        loop._step(step)
+        if step in counts:
+            found.append(weights(loop))
+    return found
+
+
+def dropped_by_experts(job: Job) -> dict[str, Tensor]:
+    """Which elements of their first inputs the linears of a layer's experts drop in a step."""
+    loop = start(job)
+    taken: dict[str, Tensor] = {}
+
+    def note(name: str, drop: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        seen = drop(x)
+        taken.setdefault(name, (seen == 0) & (x != 0))
+        return seen
+
+    experts = loop.state.chunks[0].module.decoder.layers[3].mlp.experts
+    for name, module in experts.named_children():
+        module.pair_input = partial(note, name, module.pair_input)
+    loop._step(1)
+    return taken
+
+
 def selections_when_shared(jobs: list[Job]) -> list[Tensor]:
     """What the first indexer selects in one step, for each job."""
     found: list[Tensor] = []
@@ -300,16 +336,27 @@ def selecting_queries(job: Job, lengths: tuple[int, ...]) -> dict[str, Any]:
 
 def weights(loop: TrainLoop) -> dict[str, Tensor]:
     """Copies of what trains by global name."""
-    return {name: p.detach().float().cpu().clone() for name, p in trained(loop)}
+    return dict(apart(loop, lambda parameter: parameter.float()))
 
 
-def trained(loop: TrainLoop) -> Iterator[tuple[str, nn.Parameter]]:
-    """What trains on this rank, by global name."""
+def apart(
+    loop: TrainLoop, tensor_of: Callable[[nn.Parameter], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """A tensor of everything that trains, by global name; experts one by one."""
     for chunk in loop.state.chunks:
         global_name = GlobalNames(chunk.module)
         for name, parameter in chunk.module.named_parameters():
-            if parameter.requires_grad:
-                yield global_name(base_name(name)), parameter
+            if not parameter.requires_grad:
+                continue
+            tensor = tensor_of(parameter)
+            pieces = [(name, tensor)] if is_shared(parameter) else by_expert(name, tensor)
+            for one, piece in pieces:
+                yield global_name(base_name(one)), piece.detach().cpu().clone()
+
+
+def is_shared(parameter: nn.Parameter) -> bool:
+    """Whether all experts of a layer share an adapter's factor: it has no rank's own mark."""
+    return parameter.ndim == 3 and getattr(parameter, "sequence_parallel", False)
 
 
 def randomise_adapters(model: GPTModel, factor: Callable[[str], float] = lambda path: 1.0) -> None:
@@ -319,10 +366,11 @@ def randomise_adapters(model: GPTModel, factor: Callable[[str], float] = lambda 
         parts, part = 1, 0
         if module.split == "column":
             parts, part = module.ranks.size(), module.ranks.rank()
-        for hf_linear in module.pairs:
-            b = module.pair(hf_linear).b
-            name = f"{global_name(f'{path}.')}{hf_linear}"
+        for one, hf_linear, pair in module.factors(path):
+            # experts that share B share its name
+            shared = module.pairs[hf_linear].b.ndim == 3 and module.pairs[hf_linear].shares["b"]
+            name = f"{global_name(path if shared else one)}.{hf_linear}"
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
             generator = torch.Generator().manual_seed(seed)
-            whole = 0.1 * torch.randn(b.shape[0] * parts, b.shape[1], generator=generator)
-            b.data.copy_(factor(name) * whole.chunk(parts)[part])
+            whole = 0.1 * torch.randn(pair.b.shape[0] * parts, pair.b.shape[1], generator=generator)
+            pair.b.data.copy_(factor(name) * whole.chunk(parts)[part])

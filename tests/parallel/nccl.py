@@ -37,7 +37,7 @@ LAYOUTS = {
     "etp2": Layout(etp=2),
     "tp2ep2": Layout(tp=2, ep=2),
 }
-RECIPES = ("adapters", "indexer", "bf16")
+RECIPES = ("adapters", "shared", "indexer", "bf16")
 FP32_BOUND = 1e-4
 
 
@@ -60,7 +60,7 @@ class Line:
 def find(folder: Path, name: str, recipe: str) -> dict[str, Any]:
     """What this rank finds; leaves no parallel state behind."""
     plain, undecided = folder / "tiny", folder / "undecided"
-    decided = recipe in ("adapters", "indexer")
+    decided = recipe in ("adapters", "shared", "indexer")
     layout = LAYOUTS.get(name, Layout())
     try:
         return observe(Job(plain if decided else undecided, folder / name / recipe, layout, recipe))

@@ -106,9 +106,11 @@ def exported(job: Job) -> Iterator[tuple[str, Tensor]]:
     record = read_record(checkpoint)
     model = restore_model(checkpoint, record, "float32")
     if record.kind == "adapter":
-        for path, factors in trained_adapter(model, torch.float32).factors.items():
+        adapter = trained_adapter(model, torch.float32)
+        for path, factors in adapter.factors.items():
             yield f"{path}.a", factors.a
             yield f"{path}.b", factors.b
+        yield from adapter.modules.items()
         return
     for hf_name, tensor in hf_weights(
         mcore_tensors(model), glm5_rules(model.config.glm5, include_mtp=record.include_mtp)
@@ -136,9 +138,12 @@ def test_the_comparisons_can_fail(one: One, ranks: Ranks) -> None:
 
 def test_steps_move_weights_and_reach_every_tensor(one: One) -> None:
     """Guards the tests above: what does not change is equal in every layout."""
-    for recipe in ("adapters", "indexer"):
+    for recipe in ("adapters", "shared", "indexer"):
         found = one(recipe)
         assert all(gradient.any() for gradient in found["gradients"].values())
         assert found["steps"][0]["loss"] - found["steps"][-1]["loss"] > 1e-3
+    beside = {name for name in one("shared")["gradients"] if ".pairs." not in name}
+    assert {"embedding.word_embeddings.weight", "output_layer.weight"} < beside
+    assert {f"decoder.layers.3.{n}.weight" for n in ("input_layernorm", "mlp.router")} < beside
     indexers = {name for name in one("weights")["gradients"] if ".indexer." in name}
     assert {n for n, g in one("weights")["gradients"].items() if not g.any()} == indexers

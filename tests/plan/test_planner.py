@@ -22,6 +22,7 @@ from tests.tiny_models import TinyFolder
 
 NAME, GLM52 = read_model("GLM-5.2")
 LORA, FULL = Workload(), Workload(mode="full")
+EXPERTS = Workload(targets=("o_proj", "up_proj"), expert_lora="shared_outer")
 
 
 def on(work: Workload = LORA, **sizes: int) -> Candidate:
@@ -116,7 +117,7 @@ def test_interleaving_shortens_the_idle_time() -> None:
     assert interleaved.stages[0].memory.activations > plain.stages[0].memory.activations
 
 
-@pytest.mark.parametrize("work", [LORA, FULL])
+@pytest.mark.parametrize("work", [LORA, FULL, EXPERTS])
 def test_the_recipe_is_a_run_file_of_that_layout(tmp_path: Path, work: Workload) -> None:
     placed = place(GLM52, Layout(pp=8, ep=32), 256)
     path = tmp_path / "run.toml"
@@ -126,6 +127,8 @@ def test_the_recipe_is_a_run_file_of_that_layout(tmp_path: Path, work: Workload)
     assert parallel_layout(run) == placed.layout
     assert run.layout.layers_per_stage == placed.layers_per_stage
     assert (run.lora is None) == (work.mode == "full")
+    if run.lora is not None:
+        assert (run.lora.targets, run.lora.expert_lora) == (work.targets, work.expert_lora)
     assert run.indexer_loss_coeff == work.indexer_loss_coeff
     assert run.train.global_batch_size % placed.dp == 0
 

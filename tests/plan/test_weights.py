@@ -6,7 +6,8 @@ import pytest
 
 from glm5.checkpoint.tiny import tiny_config
 from glm5.config import Glm5Config
-from glm5.lora.attach import LoraSpec, attach_lora
+from glm5.lora.attach import attach_lora
+from glm5.lora.spec import ExpertLora, LoraSpec
 from glm5.plan.memory import stage_elements, stages_of
 from glm5.plan.models import read_model
 from glm5.plan.weights import Elements, Weight
@@ -32,30 +33,56 @@ def test_the_published_models(model: str, count: int) -> None:
     assert whole(glm5).total == whole(glm5).trained == count
 
 
+@pytest.mark.parametrize("expert_lora", ["per_expert", "shared_outer", "none"])
 @pytest.mark.parametrize("targets", [("o_proj",), ("gate_proj",), ALL])
-def test_adapters_are_those_that_are_attached(targets: tuple[str, ...]) -> None:
+def test_adapters_are_those_that_are_attached(
+    targets: tuple[str, ...], expert_lora: ExpertLora
+) -> None:
     from glm5.checkpoint.load import build_for
 
     glm5 = Glm5Config.from_hf_dict(tiny_config("5.2"))
     (model,) = build_for(glm5, device="cpu")
-    attach_lora(model, LoraSpec(adapter_rank=3, adapter_alpha=6.0, targets=targets), seed=0)
-    found = whole(glm5, Workload(adapter_rank=3, targets=targets))
+    spec = LoraSpec(adapter_rank=3, adapter_alpha=6.0, targets=targets, expert_lora=expert_lora)
+    attach_lora(model, spec, seed=0)
+    found = whole(glm5, Workload(adapter_rank=3, targets=targets, expert_lora=expert_lora))
     assert found.total == sum(p.numel() for p in model.parameters())
-    assert found.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    assert found.trained == sum(trained.values())
+    own = [
+        p.numel()
+        for n, p in model.named_parameters()
+        if n in trained and ".experts." in n and p.shape[0] == glm5.n_routed_experts
+    ]
+    assert found.experts == sum(own)
+
+
+def test_the_largest_tensor_of_full_training_is_a_layers_experts() -> None:
+    from glm5.checkpoint.load import build_for
+
+    glm5 = Glm5Config.from_hf_dict(tiny_config("5.2"))
+    (model,) = build_for(glm5, device="cpu")
+    assert whole(glm5).largest == max(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("split", "experts", "own", "adapter"),
+    ("split", "experts", "own", "adapter", "shared_outer"),
     [
-        ("column", 0, 8 * 12 // 3, 2 * (8 // 2 + 12)),
-        ("row", 0, 8 * 12 // 3, 2 * (8 + 12 // 2)),
-        ("whole", 0, 8 * 12, 2 * (8 + 12)),
-        ("column", 12, 3 * 8 * 12 // 2, 3 * 2 * (8 // 2 + 12)),
-        ("row", 12, 3 * 8 * 12 // 2, 3 * 2 * (8 + 12 // 2)),
+        ("column", 0, 8 * 12 // 3, 2 * (8 // 2 + 12), 2 * (8 // 2 + 12)),
+        ("row", 0, 8 * 12 // 3, 2 * (8 + 12 // 2), 2 * (8 + 12 // 2)),
+        ("whole", 0, 8 * 12, 2 * (8 + 12), 2 * (8 + 12)),
+        ("column", 12, 3 * 8 * 12 // 2, 3 * 2 * (8 // 2 + 12), 3 * 2 * 8 // 2 + 2 * 12),
+        ("row", 12, 3 * 8 * 12 // 2, 3 * 2 * (8 + 12 // 2), 3 * 2 * 12 // 2 + 2 * 8),
     ],
 )
-def test_the_share_of_a_rank(split: Any, experts: int, own: int, adapter: int) -> None:
+def test_the_share_of_a_rank(
+    split: Any, experts: int, own: int, adapter: int, shared_outer: int
+) -> None:
     """tp and etp cut one factor of an adapter; ep 4 leaves three of twelve experts."""
     weight = Weight("x", 8, 12, split, experts)
     assert weight.elements(Layout(tp=3, ep=4, etp=2)) == own
-    assert weight.adapter_elements(Layout(tp=2, ep=4, etp=2), 2) == adapter
+    layout = Layout(tp=2, ep=4, etp=2)
+    assert weight.adapter_elements(layout, Workload(adapter_rank=2))[0] == adapter
+    work = Workload(adapter_rank=2, expert_lora="shared_outer")
+    assert weight.adapter_elements(layout, work)[0] == shared_outer
+    nothing = weight.adapter_elements(layout, Workload(adapter_rank=2, expert_lora="none"))[0]
+    assert nothing == (0 if experts else adapter)

@@ -67,6 +67,15 @@ KINDS = {
     "lora in bf16": {"model": {"dtype": "bfloat16"}},
     "everything": {"lora": None},
     "the indexer": {"lora": {"targets": ["wq_b", "o_proj"]}},
+    "dropout and whole parameters": {
+        "lora": {
+            "targets": ["o_proj", "up_proj", "down_proj"],
+            "dropout": 0.2,
+            "expert_lora": "shared_outer",
+            "rank_pattern": {"shared_experts.up_proj": 3},
+            "train": ["router", r"layers\.1\.input_layernorm\.weight"],
+        }
+    },
 }
 
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from glm5.checkpoint.ckpt_dir import LoraRecord
 from glm5.errors import ConfigError
+from glm5.lora.spec import PairSpec
 from glm5.train.overrides import flatten, merge_tables, parse_override
+from glm5.train.run import lora_record
 from glm5.train.run_config import (
     ATTENTION_TARGETS,
     FREE_ON_RESUME,
@@ -61,6 +64,33 @@ def test_lora_table_alone_targets_attention_and_mlp(tmp_path: Path) -> None:
     run = RunConfig.from_toml(write(tmp_path, f"{MINIMAL}\n[lora]\n"))
     assert run.lora is not None
     assert run.lora.targets == ATTENTION_TARGETS + MLP_TARGETS
+
+
+def test_every_lora_option_is_recorded_and_read_again(tmp_path: Path) -> None:
+    text = f"""{MINIMAL}
+[lora]
+targets = ["o_proj", "up_proj"]
+expert_lora = "shared_outer"
+dropout = 0.1
+use_rslora = true
+rank_pattern = {{ 'experts\\.\\d+\\.up_proj' = 4 }}
+alpha_pattern = {{ o_proj = 8 }}
+exclude = ["layers.0.self_attn.o_proj"]
+train = ["router"]
+"""
+    run = RunConfig.from_toml(write(tmp_path, text))
+    assert run.lora is not None
+    assert RunConfig.from_dict(run.to_toml_dict(), source="a checkpoint").lora == run.lora
+    record = lora_record(run.lora)
+    assert LoraRecord.model_validate_json(record.model_dump_json()) == record
+    spec = record.spec()
+    assert spec.pair("model.layers.3.mlp.experts.7.up_proj") == PairSpec(4, 32 / 4**0.5)
+    assert spec.pair("model.layers.3.self_attn.o_proj") == PairSpec(16, 8 / 16**0.5)
+    assert (spec.dropout, spec.expert_lora) == (0.1, "shared_outer")
+    assert (spec.exclude, record.train) == (("layers.0.self_attn.o_proj",), ["router"])
+    one = RunConfig.from_toml(write(tmp_path, text), ["lora.exclude='.*[.]o_proj'"]).lora
+    assert one is not None
+    assert lora_record(one).spec().exclude == ".*[.]o_proj"
 
 
 def test_paths_of_the_file_start_at_its_folder(tmp_path: Path) -> None:
@@ -137,7 +167,7 @@ def test_later_overrides_win_and_make_tables(tmp_path: Path) -> None:
         ("trian.seed=3", "trian (from --set): unknown key; the nearest known name is train"),
         ("train.lr=3", "train.lr (from --set): unknown key; the nearest known name is "
          "optimizer.lr"),
-        ("lora.dropout=0.1", "lora.dropout (from --set): unknown key; known here are rank, alpha"),
+        ("lora.doropout=0.1", "lora.doropout (from --set): unknown key; the nearest known name is"),
         ("lr=0.1", "lr (from --set): unknown key; the nearest known name is optimizer.lr"),
         ("train.warmup_step=1", "nearest known name is optimizer.warmup_steps"),
     ],
@@ -178,6 +208,18 @@ def test_every_problem_is_listed_with_name_got_and_expected(tmp_path: Path) -> N
         ("lora.targets=o_proj", "got 'o_proj', expected a list"),
         ("lora.targets=['o_proj', 'o_proj']", "o_proj more than once"),
         ("lora.rank=0", "greater than or equal to 1"),
+        ("lora.dropout=1.0", "less than 1"),
+        ("lora.dropout=0.1", "dropout 0.1 cannot be computed for kv_b_proj"),
+        ("lora.expert_lora=shared", "did you mean shared_outer?"),
+        ("lora={targets=['o_proj'], expert_lora='none'}", "expert_lora none does nothing"),
+        ("lora.rank_pattern={o_proj=0}", "greater than or equal to 1"),
+        ("lora.rank_pattern={'(o'=1}", "'(o'"),
+        ("lora.alpha_pattern={o_proj=0}", "greater than 0"),
+        ("lora.exclude='(o'", "'(o'"),
+        ("lora.exclude=3", "lora.exclude (from --set): got 3, expected a list of names or one"),
+        ("lora.exclude=['']", "got [''], expected a list of names"),
+        ("lora.train=['router', 'router']", "train names router more than once"),
+        ("lora.train=router", "got 'router', expected a list"),
         ("optimizer.lr=nan", "finite number"),
         ("optimizer.lr=0", "greater than 0"),
         ("optimizer.min_lr=1", "min_lr 1.0 is above lr 0.0001"),

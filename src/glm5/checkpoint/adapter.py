@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-ExpertLora = Literal["per_expert", "shared_outer", "none"]
+from glm5.lora.spec import ExpertLora
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,6 +18,7 @@ from pydantic import (
 
 from glm5.checkpoint.adapter_layout import fused_weight, peft_weight
 from glm5.errors import AdapterError
+from glm5.lora.patterns import by_pattern, matches
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -103,17 +104,17 @@ class AdapterSettings(BaseModel):
                 weights[path] = None
             holder = peft_weight(path)
             name = holder if fused_weight(holder) else f"{path}.weight"
-            if _matches(name, self.target_parameters):
+            if matches(name, self.target_parameters):
                 weights[name] = None
         return list(weights)
 
     def rank(self, weight: str) -> int:
         """The rank of a weight; a fused one has that of all its projections together."""
-        return _by_pattern(self.rank_pattern, weight, self.r)
+        return by_pattern(self.rank_pattern, weight, self.r)
 
     def scale(self, weight: str) -> float:
         """The scale of a weight: alpha / rank, or alpha / sqrt(rank) with use_rslora."""
-        rank, alpha = self.rank(weight), _by_pattern(self.alpha_pattern, weight, self.lora_alpha)
+        rank, alpha = self.rank(weight), by_pattern(self.alpha_pattern, weight, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def saves_module(self, name: str) -> bool:
@@ -127,7 +128,7 @@ class AdapterSettings(BaseModel):
             layer = int(path.split(".")[2])
             if layer not in ((layers,) if isinstance(layers, int) else layers):
                 return False
-        return _matches(path, self.target_modules) and not _matches(path, self.exclude_modules)
+        return matches(path, self.target_modules) and not matches(path, self.exclude_modules)
 
 
 def _check_is_plain(path: Path, raw: Mapping[str, Any]) -> None:
@@ -139,21 +140,3 @@ def _check_is_plain(path: Path, raw: Mapping[str, Any]) -> None:
                 expected="plain LoRA",
                 remedy="merge this adapter with PEFT and use the merged model",
             )
-
-
-def _matches(name: str, targets: Names | str | None) -> bool:
-    """PEFT's rule: a string is a regular expression for all of the name, a list holds endings."""
-    if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
-    if targets is None:
-        return False
-    parts = name.split(".")
-    return any(".".join(parts[i:]) in targets for i in range(len(parts)))
-
-
-def _by_pattern[T](patterns: Mapping[str, T] | None, weight: str, default: T) -> T:
-    """PEFT's rule: the first pattern that matches the weight's name or an ending of it."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", weight):
-            return value
-    return default

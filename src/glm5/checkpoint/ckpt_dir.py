@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from glm5.errors import CheckpointError
+from glm5.lora.spec import ExpertLora, LoraSpec
 
 RECORD_FILE = "glm5.json"
 MCORE_FOLDER = "mcore"
@@ -23,13 +24,35 @@ _STEP_NAME = re.compile(r"step-(\d{8})")
 
 
 class LoraRecord(BaseModel):
-    """The adapter of a checkpoint; delta W = alpha / rank * B A."""
+    """The adapter of a checkpoint; fields as of `LoraSpec`."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     rank: int
     alpha: float
     targets: list[str]
+    dropout: float = 0.0
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    exclude: list[str] | str = []
+    expert_lora: ExpertLora = "per_expert"
+    train: list[str] = []
+    """Whole parameters that train beside the adapter: see checkpoint.trained."""
+
+    def spec(self) -> LoraSpec:
+        """What to attach."""
+        return LoraSpec(
+            adapter_rank=self.rank,
+            adapter_alpha=self.alpha,
+            targets=tuple(self.targets),
+            dropout=self.dropout,
+            use_rslora=self.use_rslora,
+            rank_pattern=self.rank_pattern,
+            alpha_pattern=self.alpha_pattern,
+            exclude=self.exclude if isinstance(self.exclude, str) else tuple(self.exclude),
+            expert_lora=self.expert_lora,
+        )
 
 
 class CheckpointRecord(BaseModel):

@@ -14,19 +14,23 @@ from glm5.checkpoint.rules import Rule, check_total
 from glm5.checkpoint.safetensors_io import TensorReader
 from glm5.errors import CheckpointError
 from glm5.lora.attach import base_name, is_adapter
-from glm5.model.names import GlobalNames
+from glm5.model.names import GlobalNames, by_expert
 
 EXPERT_BIAS = ".router.expert_bias"
 
 
 def mcore_tensors(model: GPTModel) -> dict[str, Tensor]:
-    """This rank's tensors of a checkpoint by global Megatron name: parameters and router biases."""
+    """This rank's tensors of a checkpoint by global Megatron name: parameters and router biases.
+
+    Stacked experts one by one, as views through which one can write.
+    """
     global_name = GlobalNames(model)
     named = [*model.named_parameters(), *model.named_buffers()]
     return {
-        global_name(base_name(name)): tensor
+        global_name(base_name(one)): view
         for name, tensor in named
         if not is_adapter(name) and (isinstance(tensor, nn.Parameter) or name.endswith(EXPERT_BIAS))
+        for one, view in by_expert(name, tensor)
     }
 
 

@@ -7,7 +7,12 @@ from typing import Literal
 
 from glm5.checkpoint.adapter_engines import Consumer
 from glm5.checkpoint.atomic import check_is_free
-from glm5.checkpoint.ckpt_dir import STEPS_FOLDER, CheckpointRecord, find_checkpoint, read_record
+from glm5.checkpoint.ckpt_dir import (
+    STEPS_FOLDER,
+    CheckpointRecord,
+    find_checkpoint,
+    read_record,
+)
 from glm5.checkpoint.fingerprint import CONFIG, WEIGHTS, base_fingerprints, changed_inputs
 from glm5.checkpoint.hf_folder import hf_folder
 from glm5.errors import CheckpointError

@@ -9,9 +9,8 @@ from megatron.core.models.gpt import GPTModel
 from glm5.checkpoint.ckpt_dir import MCORE_FOLDER, CheckpointRecord
 from glm5.checkpoint.load import build_for, load_model
 from glm5.checkpoint.megatron_io import load_sharded
-from glm5.checkpoint.trained import load_trained, sharded_trained
+from glm5.checkpoint.trained import adapt, load_trained, sharded_trained
 from glm5.config import Glm5Config
-from glm5.lora.attach import LoraSpec, attach_lora
 
 
 def restore_model(checkpoint: Path, record: CheckpointRecord, dtype: str) -> GPTModel:
@@ -36,10 +35,5 @@ def _untrained(record: CheckpointRecord, dtype: str) -> GPTModel:
         return model
     assert record.base is not None
     model = load_model(record.base, dtype=dtype, latent_norm_eps=glm5.latent_norm_eps)
-    spec = LoraSpec(
-        adapter_rank=record.lora.rank,
-        adapter_alpha=record.lora.alpha,
-        targets=tuple(record.lora.targets),
-    )
-    attach_lora(model, spec, seed=0)
+    adapt([model], record.lora, seed=0)
     return model

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,43 +11,28 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from glm5.lora.absorbed import AbsorbedLora
-from glm5.lora.factors import Adapted, LoraPair
+from glm5.lora.dropout import LoraDropout, own_tokens, tokens_of_experts
+from glm5.lora.experts import GroupedLora, expert_pair
+from glm5.lora.factors import Adapted, Factors, linear_pair
 from glm5.lora.linear import LoraLinear
+from glm5.lora.spec import LoraSpec
 from glm5.lora.targets import TargetModule, find_targets
+from glm5.model.experts import GroupedLinear
 from glm5.model.linear import LatentUpProjection
 from glm5.model.names import GlobalNames
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoraSpec:
-    """Which linears are adapted and how; delta W = alpha / rank * B A."""
+def attach_lora(chunks: GPTModel | Sequence[GPTModel], spec: LoraSpec, *, seed: int) -> None:
+    """Freezes a model, or a rank's stages of one, and puts a trainable pair on every target.
 
-    adapter_rank: int
-    adapter_alpha: float
-    targets: tuple[str, ...]
-
-    @property
-    def scale(self) -> float:
-        return self.adapter_alpha / self.adapter_rank
-
-
-def attach_lora(model: GPTModel, spec: LoraSpec, *, seed: int) -> None:
-    """Freezes the model and puts a trainable pair on every target; logits are unchanged at first.
+    Logits are unchanged at first. Collective.
 
     Raises:
-        AdapterError: a target is unknown or matches nothing.
+        AdapterError: a setting means nothing in this model; see `find_targets`.
     """
-    targets = find_targets(model, spec.targets)
-    model.requires_grad_(False)
-    for target in targets:
-        parent, _, leaf = target.path.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, _adapt(target, spec))
-    global_name = GlobalNames(model)
-    for path, adapted in adapted_modules(model):
-        adapted.initialise(seed, global_name(f"{path}.").removesuffix("."))
-    for module in model.modules():
-        if isinstance(module, LanguageModelEmbedding):
-            module.register_forward_hook(_ask_for_gradient)
+    stages = [chunks] if isinstance(chunks, GPTModel) else list(chunks)
+    for model, targets in zip(stages, find_targets(stages, spec), strict=True):
+        _attach(model, targets, spec, seed)
 
 
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
@@ -58,11 +42,13 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Adapted]]:
             yield path, module
 
 
-def adapter_pairs(model: nn.Module) -> Iterator[tuple[str, str, LoraPair]]:
-    """(path of the adapted module, Hugging Face linear, pair) of every adapter, in model order."""
+def adapter_pairs(model: nn.Module) -> Iterator[tuple[str, str, Factors]]:
+    """(path of the Megatron linear, Hugging Face linear, factors) of every adapter, in order.
+
+    Experts one by one, by the paths that the conversion rules know.
+    """
     for path, module in adapted_modules(model):
-        for hf_linear in module.pairs:
-            yield path, hf_linear, module.pair(hf_linear)
+        yield from module.factors(path)
 
 
 def base_name(name: str) -> str:
@@ -75,6 +61,19 @@ def is_adapter(name: str) -> bool:
     return ".pairs." in name
 
 
+def _attach(model: GPTModel, targets: Sequence[TargetModule], spec: LoraSpec, seed: int) -> None:
+    model.requires_grad_(False)
+    for target in targets:
+        parent, _, leaf = target.path.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, _adapt(target, spec))
+    names = GlobalNames(model)
+    for path, adapted in adapted_modules(model):
+        adapted.initialise(seed, path, names)
+    for module in model.modules():
+        if isinstance(module, LanguageModelEmbedding):
+            module.register_forward_hook(_ask_for_gradient)
+
+
 def _ask_for_gradient(embedding: nn.Module, args: Any, output: Tensor) -> None:
     """Megatron's recompute drops the gradients of a region none of whose inputs asks for one."""
     if embedding.training and torch.is_grad_enabled():
@@ -82,11 +81,20 @@ def _ask_for_gradient(embedding: nn.Module, args: Any, output: Tensor) -> None:
 
 
 def _adapt(target: TargetModule, spec: LoraSpec) -> Adapted:
-    kind = AbsorbedLora if isinstance(target.module, LatentUpProjection) else LoraLinear
-    return kind(
-        target.module,
-        target.hf_linears,
-        target.wanted,
-        rank=spec.adapter_rank,
-        scale=spec.scale,
-    )
+    base, count = target.module, len(target.hf_linears)
+    if isinstance(base, GroupedLinear):
+        outer = spec.expert_lora == "shared_outer"
+        stacked = {
+            name: expert_pair(pair, base, count, shares_outer=outer)
+            for name, pair in target.pairs.items()
+        }
+        # ranks that share the outputs of an expert have the same inputs
+        holder = tokens_of_experts() if base.split == "column" else own_tokens()
+        return GroupedLora(base, target.hf_linears, stacked, _dropout(spec, holder))
+    kind = AbsorbedLora if isinstance(base, LatentUpProjection) else LoraLinear
+    pairs = {name: linear_pair(pair, base, count) for name, pair in target.pairs.items()}
+    return kind(base, target.hf_linears, pairs, _dropout(spec, own_tokens()))
+
+
+def _dropout(spec: LoraSpec, holder: str) -> LoraDropout | None:
+    return LoraDropout(spec.dropout, holder) if spec.dropout else None

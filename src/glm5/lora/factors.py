@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -21,6 +21,10 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from glm5.lora.dropout import LoraDropout
+from glm5.lora.seeds import seed_of
+from glm5.lora.spec import PairSpec
+from glm5.model.experts import GroupedLinear
 from glm5.model.parallel import sum_gradient_over_tp
 
 # How a linear is cut over the tensor-parallel ranks: by outputs, by inputs, or not at all.
@@ -34,30 +38,11 @@ class LoraPair(nn.Module):
     weight; of a split linear, b has this rank's outputs, or a its inputs.
     """
 
-    def __init__(
-        self, rank: int, in_features: int, out_features: int, scale: float, like: Tensor
-    ) -> None:
+    def __init__(self, spec: PairSpec, in_features: int, out_features: int, like: Tensor) -> None:
         super().__init__()
-        self.scale = scale
-        self.a = nn.Parameter(like.new_empty(rank, in_features))
-        self.b = nn.Parameter(like.new_zeros(out_features, rank))
-        for parameter in (self.a, self.b):
-            # Megatron reduces gradients of experts and of the rest over different groups
-            _copy_attribute(like, parameter, "allreduce")
-
-    def initialise(self, seed: int, name: str, part: int = 0, parts: int = 1) -> None:
-        """A uniform in +-1/sqrt(in_features), from (seed, name) alone: the same in every layout.
-
-        `part` of `parts` says which inputs this rank has.
-        """
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        rank, in_features = self.a.shape[0], self.a.shape[1] * parts
-        bound = 1 / math.sqrt(in_features)
-        values = torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator)
-        with torch.no_grad():
-            self.a.copy_(values.chunk(parts, dim=1)[part])
-            self.b.zero_()
+        self.scale = spec.scale
+        self.a = nn.Parameter(like.new_empty(spec.rank, in_features))
+        self.b = nn.Parameter(like.new_zeros(out_features, spec.rank))
 
     def down(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> A x [..., rank], in the dtype of x."""
@@ -68,53 +53,59 @@ class LoraPair(nn.Module):
         return nn.functional.linear(low, self.b.to(low.dtype)) * self.scale
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Factors:
+    """The pair of one Hugging Face linear: a [rank, in], b [out, rank], through which one can
+    write; of a split linear, this rank's part."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
 class Adapted(nn.Module):
-    """A frozen base linear whose rows are `hf_linears`, with a pair for each of `wanted`."""
+    """A frozen base linear whose rows are `hf_linears`, with a pair for some of them."""
 
     def __init__(
         self,
         base: nn.Module,
         hf_linears: Sequence[str],
-        wanted: Sequence[str],
-        *,
-        rank: int,
-        scale: float,
+        pairs: Mapping[str, nn.Module],
+        dropout: LoraDropout | None = None,
     ) -> None:
         super().__init__()
         self.base = base
         self.hf_linears = tuple(hf_linears)
         self.split = split_of(base)
-        weight = cast(Tensor, base.weight)
-        rows, in_features = weight.shape[0] // len(self.hf_linears), weight.shape[1]
-        self.pairs = nn.ModuleDict(
-            {name: LoraPair(rank, in_features, rows, scale, weight) for name in wanted}
-        )
-        for name in wanted:
-            self._mark(self.pair(name))
+        self.pairs = nn.ModuleDict(pairs)
+        self._dropout = dropout
+
+    def pair_input(self, x: Tensor) -> Tensor:
+        """What the pairs see in place of x: in training, x after dropout."""
+        return self._dropout(x) if self._dropout is not None and self.training else x
+
+    @property
+    def ranks(self) -> ProcessGroup:
+        """The ranks over which the base is cut."""
+        return parallel_state.get_tensor_model_parallel_group()
+
+    def factors(self, path: str) -> Iterator[tuple[str, str, Factors]]:
+        """(path of the linear, Hugging Face linear, its pair); `path` is this module's."""
+        for hf_linear in self.pairs:
+            pair = self.pair(hf_linear)
+            yield path, hf_linear, Factors(pair.a, pair.b, pair.scale)
 
     def pair(self, hf_linear: str) -> LoraPair:
         """The pair of one Hugging Face linear."""
         return cast(LoraPair, self.pairs[hf_linear])
 
-    @property
-    def ranks(self) -> ProcessGroup:
-        """The ranks over which the base is cut; experts have other ones than the rest."""
-        if is_expert(self.base):
-            return parallel_state.get_expert_tensor_parallel_group()
-        return parallel_state.get_tensor_model_parallel_group()
-
-    def whole_factors(self) -> list[nn.Parameter]:
-        """The factors that are whole beside a cut one: each rank makes a part of their gradient."""
-        if self.split == "whole":
-            return []
-        pairs = [self.pair(hf_linear) for hf_linear in self.pairs]
-        return [pair.a if self.split == "column" else pair.b for pair in pairs]
-
-    def initialise(self, seed: int, path: str) -> None:
-        """Draws every pair; `path` is the module's global name."""
-        part, parts = (self.ranks.rank(), self.ranks.size()) if self.split == "row" else (0, 1)
+    @torch.no_grad()
+    def initialise(self, seed: int, path: str, global_name: Callable[[str], str]) -> None:
+        """Draws every A from its global name and sets B to zero; `path` is this module's."""
         for hf_linear in self.pairs:
-            self.pair(hf_linear).initialise(seed, f"{path}.{hf_linear}", part, parts)
+            pair = self.pair(hf_linear)
+            draw_a(pair.a, seed, f"{global_name(path)}.{hf_linear}", *self._part())
+            pair.b.zero_()
 
     def sharded_state_dict(
         self,
@@ -126,9 +117,8 @@ class Adapted(nn.Module):
         state = sharded_state_dict_default(self.base, f"{prefix}base.", sharded_offsets, metadata)
         axes = {"column": {"b": 0}, "row": {"a": 1}, "whole": {}}[self.split]
         for hf_linear in self.pairs:
-            pair = self.pair(hf_linear)
             state |= make_sharded_tensors_for_checkpoint(
-                pair.state_dict(keep_vars=True),
+                self.pair(hf_linear).state_dict(keep_vars=True),
                 f"{prefix}pairs.{hf_linear}.",
                 axes,
                 sharded_offsets,
@@ -137,36 +127,46 @@ class Adapted(nn.Module):
             )
         return state
 
-    def _mark(self, pair: LoraPair) -> None:
-        """Tells Megatron which factor is cut, and of which every rank makes part of the gradient.
+    def _part(self) -> tuple[int, int]:
+        """Which of how many parts of A's inputs this rank has."""
+        return (self.ranks.rank(), self.ranks.size()) if self.split == "row" else (0, 1)
 
-        A whole factor beside a cut one sees the other's outputs or tokens only in part; those of
-        experts are left to `sum_expert_gradients`, since Megatron's mark means all other ranks.
-        """
-        if self.split == "column":
-            set_tensor_model_parallel_attributes(pair.b, True, 0, 1)
-        elif self.split == "row":
-            set_tensor_model_parallel_attributes(pair.a, True, 1, 1)
-        if is_expert(self.base):
-            return
-        if self.split == "whole":
-            sum_gradient_over_tp(pair.a, pair.b)
-        else:
-            sum_gradient_over_tp(pair.a if self.split == "column" else pair.b)
+
+def linear_pair(spec: PairSpec, base: nn.Module, num_linears: int) -> LoraPair:
+    """The pair of one of the `num_linears` linears that the rows of `base` are.
+
+    Megatron is told which factor is cut, and of which every rank makes part of the gradient: a
+    whole factor beside a cut one sees the other's outputs or tokens only in part.
+    """
+    weight, split = cast(Tensor, base.weight), split_of(base)
+    pair = LoraPair(spec, weight.shape[1], weight.shape[0] // num_linears, weight)
+    if split == "column":
+        set_tensor_model_parallel_attributes(pair.b, True, 0, 1)
+        sum_gradient_over_tp(pair.a)
+    elif split == "row":
+        set_tensor_model_parallel_attributes(pair.a, True, 1, 1)
+        sum_gradient_over_tp(pair.b)
+    else:
+        sum_gradient_over_tp(pair.a, pair.b)
+    return pair
+
+
+def draw_a(a: Tensor, seed: int, name: str, part: int = 0, parts: int = 1) -> None:
+    """A uniform in +-1/sqrt(in_features), from (seed, name) alone: the same in every layout.
+
+    a [rank, in_features / parts]; `part` of `parts` says which inputs this rank has.
+    """
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
+    rank, in_features = a.shape[0], a.shape[1] * parts
+    bound = 1 / math.sqrt(in_features)
+    values = torch.empty(rank, in_features).uniform_(-bound, bound, generator=generator)
+    a.copy_(values.chunk(parts, dim=1)[part])
 
 
 def split_of(base: nn.Module) -> Split:
     """How `base` is cut."""
+    if isinstance(base, GroupedLinear):
+        return base.split
     if isinstance(base, ColumnParallelLinear):
         return "column"
     return "row" if isinstance(base, RowParallelLinear) else "whole"
-
-
-def is_expert(base: nn.Module) -> bool:
-    """Whether `base` belongs to a routed expert."""
-    return bool(getattr(base, "is_expert", False))
-
-
-def _copy_attribute(source: Any, target: Any, name: str) -> None:
-    if hasattr(source, name):
-        setattr(target, name, getattr(source, name))

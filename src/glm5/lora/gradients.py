@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from glm5.lora.attach import adapted_modules
-from glm5.lora.factors import is_expert
+from glm5.lora.experts import GroupedLora
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def sum_expert_gradients(model: nn.Module) -> None:
 
 def _parts(model: nn.Module) -> Iterator[Tensor]:
     for _, adapted in adapted_modules(model):
-        if is_expert(adapted.base):
-            for factor in adapted.whole_factors():
+        if isinstance(adapted, GroupedLora):
+            for factor in adapted.partial_factors():
                 # Megatron's gradient buffer
                 yield cast(Any, factor).main_grad

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from glm5.lora.factors import Adapted, is_expert
+from glm5.lora.factors import Adapted
 from glm5.model.transformer_config import Glm5TransformerConfig
 
 
@@ -25,9 +25,9 @@ class LoraLinear(Adapted):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         y, bias = self.base(x)
-        parts = y.chunk(len(self.hf_linears), dim=-1)
+        parts, seen = y.chunk(len(self.hf_linears), dim=-1), self.pair_input(x)
         adapted = [
-            self._adapt(name, x, part) for name, part in zip(self.hf_linears, parts, strict=True)
+            self._adapt(name, seen, part) for name, part in zip(self.hf_linears, parts, strict=True)
         ]
         return torch.cat(adapted, dim=-1) if len(adapted) > 1 else adapted[0], bias
 
@@ -41,8 +41,7 @@ class LoraLinear(Adapted):
 
     def _exchange(self, low: Tensor) -> Tensor:
         """A x of the tokens that this rank's B needs: gathered, or summed over parts of x."""
-        # the tokens of an expert travel with its dispatcher
-        if self.split == "whole" or is_expert(self.base):
+        if self.split == "whole":
             return low
         config = cast(Glm5TransformerConfig, self.base.config)
         if self.split == "column":

@@ -8,7 +8,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_token_prediction import (
@@ -27,6 +26,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from glm5.model.attention import DSASelfAttention, IndexerType
+from glm5.model.experts import GroupedExperts
 from glm5.model.layer import Glm5TransformerLayer
 from glm5.model.mtp import Glm5MtpLayer
 from glm5.model.norm import RMSNorm
@@ -88,7 +88,7 @@ def _moe_builder() -> partial[MoELayer]:
     return partial(
         MoELayer,
         submodules=MoESubmodules(
-            experts=partial(SequentialMLP, submodules=_MLP),
+            experts=GroupedExperts,
             shared_experts=partial(SharedExpertMLP, submodules=_MLP),
         ),
     )

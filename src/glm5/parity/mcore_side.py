@@ -13,6 +13,7 @@ from glm5.checkpoint.glm5_rules import glm5_rules
 from glm5.model.forward import logits
 from glm5.model.indexer import LightningIndexer
 from glm5.model.layer import Glm5TransformerLayer
+from glm5.model.names import by_expert
 from glm5.ops.indexer.reference import index_scores
 from glm5.parity.observation import Observation, next_token_loss
 
@@ -84,7 +85,12 @@ def _flat(hidden: Tensor) -> Tensor:
 
 def _hf_gradients(model: GPTModel) -> dict[str, Tensor]:
     """Gradients under the checkpoint's names: a gradient is cut and joined as its weight is."""
-    by_name = {name: parameter.grad for name, parameter in model.named_parameters()}
+    by_name = {
+        one: gradient
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+        for one, gradient in by_expert(name, parameter.grad)
+    }
     gradients: dict[str, Tensor] = {}
     for rule in glm5_rules(model.config.glm5, include_mtp=False):
         gradient = by_name.get(rule.mcore_name)

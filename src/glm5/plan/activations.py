@@ -149,31 +149,36 @@ def _mlp_norm(c: Glm5Config, s: Shapes, work: Workload, *, sparse: bool) -> int:
     return _norm(s.shard * c.hidden_size, work, kept=kept)
 
 
-def _gated(rows: int, width: int, work: Workload, *, scaled: bool) -> int:
-    """fc1's result; silu of one half, a copy of the other; scaled: their product; fc2's input."""
-    last = 1 if work.keeps_input("down_proj") else 0
-    return BF16 * rows * width * (4 + int(scaled) + last)
+def _gated(rows: int, width: int, *, input_kept: bool) -> int:
+    """fc1's result; silu of one half, and a copy of the other (of experts, in its place, their
+    product before the router's weights); fc2's input."""
+    return BF16 * rows * width * (4 + int(input_kept))
 
 
 def _dense_mlp(c: Glm5Config, s: Shapes, layout: Layout, work: Workload) -> tuple[int, int]:
     width = c.intermediate_size // layout.tp
-    kept = _gated(s.tokens, width, work, scaled=False)
+    kept = _gated(s.tokens, width, input_kept=work.keeps_input("down_proj"))
     return kept, BF16 * s.tokens * (3 * width + c.hidden_size)
 
 
 def _experts(c: Glm5Config, s: Shapes, layout: Layout, work: Workload) -> tuple[int, int]:
     """(kept, passing) of router, routed and shared experts.
 
-    Rows of routed tokens exist up to four times at once: permuted, sorted by expert, each expert's
-    result, and the results end to end; once more where they travel between ranks. The sorted ones
-    are kept where the experts train.
+    Rows of routed tokens exist up to four times at once: permuted, sorted by expert, the experts'
+    results, and those in the order of the tokens; once more where they travel between ranks. The
+    sorted ones are kept where the experts train.
     """
     shared_width = c.moe_intermediate_size * c.n_shared_experts // layout.tp
-    kept = _router(c, s) + _gated(s.tokens, shared_width, work, scaled=False)
-    kept += _gated(s.routed, c.moe_intermediate_size // layout.etp, work, scaled=True)
+    kept = _router(c, s)
+    kept += _gated(s.tokens, shared_width, input_kept=work.keeps_input("down_proj"))
+    kept += _gated(
+        s.routed,
+        c.moe_intermediate_size // layout.etp,
+        input_kept=work.keeps_input_of_experts("down_proj"),
+    )
     copies = 5 if s.alltoall else 4
     copy = BF16 * s.routed * c.hidden_size
-    if work.keeps_input("gate_proj", "up_proj"):
+    if work.keeps_input_of_experts("gate_proj", "up_proj"):
         kept += copy
         copies -= 1
     return kept, copies * copy

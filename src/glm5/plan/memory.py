@@ -99,14 +99,19 @@ def stage_memory(
         (act.layer_bytes(c, s, layout, work, full=full, sparse=sparse), count)
         for (full, sparse), count in stage.kinds.items()
     ]
+    # a weight's gradient exists in bf16 before it is added to the fp32 one
+    gradient = act.BF16 * max(
+        w.elements(w.layer_weights(c, full=full, sparse=sparse), layout, work).largest
+        for full, sparse in stage.kinds
+    )
     selections = sum(full for full, _ in stage.layers) * act.selection_bytes(c, s)
     of_all_chunks = sum(_kept(layer, work) * count for layer, count in layers) + selections
     kept = of_all_chunks * in_flight // len(stage.chunks)
-    moment = max(_fullest(layer, work) for layer, _ in layers)
+    moment = max(_fullest(layer, work) for layer, _ in layers) + gradient
     if stage.last:
         moment = max(moment, act.head_bytes(c, s, layout, work))
     elif work.mode == "full":
-        moment += act.BF16 * held.largest
+        moment += act.BF16 * held.largest - gradient
     # ranks with the same weights share their optimiser; experts that are shared out have their own
     dense, experts = (
         (held.trained - held.experts) // place.copies,

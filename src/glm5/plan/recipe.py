@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from glm5.plan.planner import Candidate
-from glm5.train.run_config import RunConfig
+from glm5.train.run_config import MLP_TARGETS, RunConfig
 
 
 def recipe(model: str, candidate: Candidate) -> str:
@@ -44,6 +44,8 @@ def recipe_tables(model: str, candidate: Candidate) -> dict[str, dict[str, Any]]
     if is_lora:
         rank = work.adapter_rank
         tables["lora"] = {"rank": rank, "alpha": 2.0 * rank, "targets": list(work.targets)}
+        if not set(MLP_TARGETS).isdisjoint(work.targets):
+            tables["lora"]["expert_lora"] = work.expert_lora
     return tables
 
 

@@ -24,6 +24,8 @@ class Weight:
     split: Split
     experts: int = 0
     """Routed experts are shared out over ep and cut over etp; all else is cut over tp."""
+    together: int = 1
+    """Weights of this size that are one tensor in Megatron: gate above up, and all experts."""
 
     def count(self, layout: Layout) -> int:
         """Of such weights on one rank."""
@@ -39,11 +41,21 @@ class Weight:
         """Of this rank."""
         return self.rows * self.columns * self.count(layout) // self.cut(layout)
 
-    def adapter_elements(self, layout: Layout, rank: int) -> int:
-        """Of this rank's A [rank, columns] and B [rows, rank]: one is cut as the weight is."""
+    def adapter_elements(self, layout: Layout, work: Workload) -> tuple[int, int]:
+        """This rank's A [rank, columns] and B [rows, rank], of which one is cut as the weight is:
+        (in all, those of each expert's own)."""
+        if self.experts and work.expert_lora == "none":
+            return 0, 0
         columns = self.columns // (self.cut(layout) if self.split == "row" else 1)
         rows = self.rows // (self.cut(layout) if self.split == "column" else 1)
-        return rank * (rows + columns) * self.count(layout)
+        count, rank = self.count(layout), work.adapter_rank
+        if not self.experts:
+            return rank * (rows + columns), 0
+        if work.expert_lora == "per_expert":
+            return rank * (rows + columns) * count, rank * (rows + columns) * count
+        # all experts share the factor that is not cut
+        own, shared = (rows, columns) if self.split == "column" else (columns, rows)
+        return rank * (own * count + shared), rank * own * count
 
 
 @dataclass(frozen=True)
@@ -53,9 +65,9 @@ class Elements:
     total: int
     trained: int
     experts: int
-    """Of those that train, the routed experts'."""
+    """Of those that train, the routed experts' own."""
     largest: int
-    """The largest single tensor that trains."""
+    """In full training, the largest single tensor."""
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(
@@ -79,14 +91,14 @@ def elements(weights: Iterable[Weight], layout: Layout, work: Workload) -> Eleme
     """What these weights come to on one rank."""
     found = NOTHING
     for weight in weights:
-        own, trained = weight.elements(layout), 0
+        own, trained, of_experts, largest = weight.elements(layout), 0, 0, 0
         if work.mode == "full":
-            trained = own
+            trained, largest = own, own * weight.together
+            of_experts = own if weight.experts else 0
         elif weight.name in work.targets:
-            trained = weight.adapter_elements(layout, work.adapter_rank)
-            own += trained
-        one = trained // weight.count(layout)
-        found += Elements(own, trained, trained if weight.experts else 0, one)
+            trained, of_experts = weight.adapter_elements(layout, work)
+        total = own if work.mode == "full" else own + trained
+        found += Elements(total, trained, of_experts, largest)
     return found
 
 
@@ -134,8 +146,8 @@ def _sparse_mlp(c: Glm5Config) -> Iterator[Weight]:
 
 
 def _gated_mlp(hidden: int, width: int) -> Iterator[Weight]:
-    yield Weight("gate_proj", width, hidden, "column")
-    yield Weight("up_proj", width, hidden, "column")
+    yield Weight("gate_proj", width, hidden, "column", together=2)
+    yield Weight("up_proj", width, hidden, "column", together=2)
     yield Weight("down_proj", hidden, width, "row")
 
 

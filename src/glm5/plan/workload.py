@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from glm5.lora.spec import ExpertLora
 from glm5.train.run_config import ATTENTION_TARGETS, DEFAULT_INDEXER_LOSS_COEFF, INDEXER_TARGETS
 
 Mode = Literal["lora", "full"]
@@ -24,12 +25,18 @@ class Workload:
     adapter_rank: int = 16
     targets: tuple[str, ...] = ATTENTION_TARGETS
     """With LoRA: Hugging Face names of the linears that get adapters."""
+    expert_lora: ExpertLora = "per_expert"
+    """With LoRA: the adapters of routed experts, where the MLP's linears are among the targets."""
     indexer_loss: bool = True
     """In full training: whether the indexer learns from its loss."""
 
     def keeps_input(self, *linears: str) -> bool:
         """Whether the backward pass needs the input of any of these linears."""
         return self.mode == "full" or any(name in self.targets for name in linears)
+
+    def keeps_input_of_experts(self, *linears: str) -> bool:
+        """The same of routed experts."""
+        return self.keeps_input(*linears) and (self.mode == "full" or self.expert_lora != "none")
 
     @property
     def trains_indexer(self) -> bool:

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from glm5.errors import ConfigError, DivergedError
+from glm5.lora.dropout import seed_masks
 from glm5.lora.gradients import sum_expert_gradients
 from glm5.train.batches import BatchShaper, micro_batches_together
 from glm5.train.metrics import MetricsLog
@@ -117,6 +118,7 @@ class TrainLoop:
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
+        seed_masks(self.section.seed, step)
         rows = self.order.rows(step - 1)
         shaper = BatchShaper(self.train_data, self.section.micro_batch_size, self.pad_token_id)
         reports = self._forward(shaper, rows)

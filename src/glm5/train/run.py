@@ -25,9 +25,9 @@ from glm5.checkpoint.fingerprint import (
 )
 from glm5.checkpoint.hf_folder import hf_folder
 from glm5.checkpoint.load import load_chunks
+from glm5.checkpoint.trained import adapt
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError, DataError
-from glm5.lora.attach import LoraSpec, attach_lora
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
 from glm5.train.chat import ChatTokenizer, check_fits_model, tokenize_chats
 from glm5.train.claim import claimed
@@ -36,7 +36,7 @@ from glm5.train.loop import TrainLoop
 from glm5.train.metrics import MetricsLog
 from glm5.train.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from glm5.train.packing import PackedDataset
-from glm5.train.run_config import RunConfig
+from glm5.train.run_config import LoraSection, RunConfig
 from glm5.train.state import TrainState, is_writer
 from glm5.train.stop import StopRequest
 from glm5.train.template import load_tokenizer
@@ -194,9 +194,7 @@ def build_trainable(run: RunConfig, folder: Path) -> list[GPTModel]:
         attention_parallel=run.layout.attention_parallel,
     )
     if run.lora is not None:
-        # every stage has linears of every kind, since it starts on a full layer
-        for chunk in chunks:
-            attach_lora(chunk, lora_spec(run), seed=run.train.seed)
+        adapt(chunks, lora_record(run.lora), seed=run.train.seed)
     return [chunk.train() for chunk in chunks]
 
 
@@ -223,12 +221,9 @@ def parallel_layout(run: RunConfig) -> Layout:
     return Layout(tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp)
 
 
-def lora_spec(run: RunConfig) -> LoraSpec:
-    """The `[lora]` table in the model's terms."""
-    assert run.lora is not None
-    return LoraSpec(
-        adapter_rank=run.lora.rank, adapter_alpha=run.lora.alpha, targets=tuple(run.lora.targets)
-    )
+def lora_record(section: LoraSection) -> LoraRecord:
+    """The `[lora]` table as a checkpoint records it."""
+    return LoraRecord.model_validate(section.model_dump(mode="json"))
 
 
 def input_fingerprints(run: RunConfig, folder: Path) -> dict[str, str]:
@@ -269,9 +264,7 @@ def checkpoint_record(
         dtype=run.model.dtype,
         include_mtp=run.model.mtp,
         base=run.model.path if lora else None,
-        lora=LoraRecord(rank=lora.rank, alpha=lora.alpha, targets=list(lora.targets))
-        if lora
-        else None,
+        lora=lora_record(lora) if lora else None,
         inputs=inputs,
         run=run.to_toml_dict(),
     )

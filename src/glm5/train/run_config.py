@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from glm5.errors import ConfigError
+from glm5.lora.patterns import broken_patterns
 from glm5.runtime.failures import DEFAULT_TIMEOUT_MINUTES
 from glm5.train.overrides import flatten, merge_tables, parse_override
 from glm5.train.run_errors import describe_errors
@@ -65,6 +66,13 @@ def _to_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _to_endings(value: object) -> object:
+    items = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(item, str) and item for item in items):
+        raise ValueError(f"got {value!r}, expected a list of names or one regular expression")
+    return _to_tuple(value)
+
+
 def _to_path(value: object) -> object:
     # Path("") would be the current folder; an empty string stays one and is refused.
     return Path(value) if isinstance(value, str) and value else value
@@ -73,6 +81,10 @@ def _to_path(value: object) -> object:
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_one_or_many), Field(min_length=1)]
 OnePath = Annotated[Path, BeforeValidator(_to_path)]
 LoraTargets = Annotated[tuple[LoraTarget, ...], BeforeValidator(_to_tuple), Field(min_length=1)]
+
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_to_tuple)]
+Endings = Annotated[tuple[str, ...] | str, BeforeValidator(_to_endings)]
 
 LayersPerStage = Annotated[
     tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_to_tuple), Field(min_length=1)
@@ -148,13 +160,56 @@ class LoraSection(_Section):
     """Scale of the adapter: delta W = (alpha / r) B A."""
     targets: LoraTargets = ATTENTION_TARGETS + MLP_TARGETS
     """Hugging Face names of the linears that get an adapter."""
+    expert_lora: Literal["per_expert", "shared_outer", "none"] = "per_expert"
+    """Adapters of routed experts: a pair for each; one A for all of gate and up and one B for all
+    of down, the other factor for each; or none."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability that an element of an adapter's input is dropped in training."""
+    use_rslora: bool = False
+    """Whether the scale is alpha / sqrt(r) instead of alpha / r."""
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Other ranks: PEFT's patterns on the Hugging Face paths of linears."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Other alphas, likewise."""
+    exclude: Endings = ()
+    """Linears that get none: endings of their paths, or one regular expression for whole paths."""
+    train: Names = ()
+    """Whole parameters that train beside the adapter: router, norms, embeddings, lm_head, or
+    regular expressions for the Hugging Face names of such."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        repeated = sorted({name for name in self.targets if self.targets.count(name) > 1})
-        if repeated:
-            raise ValueError(f"targets names {', '.join(repeated)} more than once")
+        problems = [*self._repeated(), *self._without_effect()]
+        problems += broken_patterns(self.patterns)
+        if self.dropout and "kv_b_proj" in self.targets:
+            problems.append(
+                f"dropout {self.dropout} cannot be computed for kv_b_proj: "
+                "give targets without it, or set dropout to 0"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
+
+    def _repeated(self) -> list[str]:
+        return [
+            f"{name} names {', '.join(twice)} more than once"
+            for name, values in (("targets", self.targets), ("train", self.train))
+            if (twice := sorted({value for value in values if values.count(value) > 1}))
+        ]
+
+    def _without_effect(self) -> list[str]:
+        if self.expert_lora == "per_expert" or not set(MLP_TARGETS).isdisjoint(self.targets):
+            return []
+        return [
+            f"expert_lora {self.expert_lora} does nothing: "
+            f"targets has none of {', '.join(MLP_TARGETS)}"
+        ]
+
+    @property
+    def patterns(self) -> list[str]:
+        """Every regular expression."""
+        whole = [self.exclude] if isinstance(self.exclude, str) else []
+        return [*self.rank_pattern, *self.alpha_pattern, *whole, *self.train]
 
 
 class LayoutSection(_Section):
