@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
 
+from glm5.checkpoint.adapter_start import start_from_adapter
 from glm5.checkpoint.atomic import remove_partials
 from glm5.checkpoint.ckpt_dir import (
     STEPS_FOLDER,
@@ -93,6 +94,9 @@ def _train(run: RunConfig, say: Callable[[str], None], quiet: bool) -> TrainResu
         say(describe_data("eval", eval_data))
     chunks = build_trainable(run, folder)
     say(describe_model(chunks))
+    if not resume_step and run.lora is not None and run.lora.init_from is not None:
+        start_from_adapter(chunks, run.lora.init_from)
+        say(f"starting from the adapter in {run.lora.init_from}")
     if resume_step:
         say(f"resuming from step {resume_step}")
     state = _train_state(run, chunks)
@@ -223,7 +227,7 @@ def parallel_layout(run: RunConfig) -> Layout:
 
 def lora_record(section: LoraSection) -> LoraRecord:
     """The `[lora]` table as a checkpoint records it."""
-    return LoraRecord.model_validate(section.model_dump(mode="json"))
+    return LoraRecord.model_validate(section.model_dump(mode="json", exclude={"init_from"}))
 
 
 def input_fingerprints(run: RunConfig, folder: Path) -> dict[str, str]:

@@ -176,6 +176,9 @@ class LoraSection(_Section):
     train: Names = ()
     """Whole parameters that train beside the adapter: router, norms, embeddings, lm_head, or
     regular expressions for the Hugging Face names of such."""
+    init_from: OnePath | None = None
+    """Folder of an adapter (PEFT's, or an engine's) whose values a new run starts from; absent: B
+    is zero, so that the first step sees the base model."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -450,6 +453,7 @@ def _resolve_paths(tables: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         ("model", "path"): resolve_model,
         ("data", "train"): resolve,
         ("data", "eval"): resolve,
+        ("lora", "init_from"): resolve,
         ("output", "dir"): resolve,
     }
     resolved = dict(tables)
