@@ -166,7 +166,6 @@ def main() -> None:
     compiled = {
         "forward": compile_matmul(2, forward=True),
         "input_grads": compile_matmul(2, forward=False),
-        "base_forward": compile_matmul(0, forward=True),
         "hopper_forward": compile_hopper(2, forward=True),
         "hopper_input_grads": compile_hopper(2, forward=False),
         "low": compile_narrow(2, is_a=True),

@@ -83,8 +83,8 @@ CASES: dict[str, dict[str, Any]] = {
     | {"shared": "b"},
     "own input": {"sizes": [5, 33], "out_features": 12, "in_features": 24, "ranks": (3, 2)}
     | {"own_input": True},
-    "rank 128": {"sizes": [4, 9], "out_features": 72, "in_features": 64, "ranks": (128, 65)},
-    "aligned": {"sizes": [70, 64], "out_features": 128, "in_features": 64, "ranks": (16, 16)},
+    "rank 128": {"sizes": [4, 9], "out_features": 40, "in_features": 24, "ranks": (128, 65)},
+    "aligned": {"sizes": [70, 2], "out_features": 128, "in_features": 64, "ranks": (16, 16)},
 }
 
 
@@ -112,6 +112,13 @@ def assert_as_good_as_plain(case: Case, *, repeat: bool = False) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_hard_cases(name: str, dtype: torch.dtype) -> None:
     assert_as_good_as_plain(Case(**CASES[name], dtype=dtype))
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("shared", ["", "a", "b"])
+def test_sums_of_several_chunks(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.ops.grouped.autograd.FACTOR_CHUNK", 16)
+    assert_as_good_as_plain(Case([5, 0, 37, 16], 10, 7, (3, 18), shared=shared))
 
 
 HOPPER_CASES: dict[str, dict[str, Any]] = {

@@ -230,11 +230,11 @@ def choose_tiles(x: Tensor, rows: int, columns: int) -> MatmulTiles:
 
 
 def _has_hopper_memory(x: Tensor) -> bool:
-    """Whether a program may have 227 KiB of shared memory."""
+    """Whether a multiprocessor has 228 KiB of shared memory."""
     if not x.is_cuda:
         return True
-    available = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-    return available >= 227 * 1024
+    properties = torch.cuda.get_device_properties(x.device)
+    return properties.shared_memory_per_multiprocessor >= 228 * 1024
 
 
 def _no_pairs(x: Tensor) -> dict[str, Any]:

@@ -25,12 +25,11 @@ def _narrow_kernel(
     PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) // PIECES
-    if tile < tl.load(count_ptr):
+    # Entries that nobody wrote are read, but not used.
+    first = tl.load(table_ptr + tile * 4 + 1) + tl.program_id(0) % PIECES * BLOCK_M
+    last = tl.load(table_ptr + tile * 4 + 2)
+    if (tile < tl.load(count_ptr)) & (first < last):
         group = tl.load(table_ptr + tile * 4)
-        first = tl.load(table_ptr + tile * 4 + 1) + tl.program_id(0) % PIECES * BLOCK_M
-        last = tl.load(table_ptr + tile * 4 + 2)
-        if first >= last:
-            return
         rows = first + tl.arange(0, BLOCK_M)
         pair = tl.program_id(1)
         slots = pair * RANK + tl.arange(0, SLOTS)

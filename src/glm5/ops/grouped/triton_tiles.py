@@ -11,9 +11,10 @@ from torch import Tensor
 class RowTiles(NamedTuple):
     """Runs of at most `block` rows of one group, in the order of the rows.
 
-    ends [n] int32: of the groups. table [num_bound, 4] int32: group, first row, row behind the last one, and a number that counts
-    the tiles of the groups that have several, -1 for a group's only tile; num_tiles [1] int32: how
-    many there are. The host knows the bounds alone: num_bound tiles, num_shared of such groups.
+    ends [n] int32: of the groups; table [num_bound, 4] int32: group, first row, row behind the last
+    one, and a number that counts the tiles of the groups that have several, -1 for a group's only
+    tile; num_tiles [1] int32: how many there are. The host knows the bounds alone: num_bound tiles,
+    num_shared of such groups.
     """
 
     ends: Tensor
