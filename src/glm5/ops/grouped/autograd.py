@@ -25,8 +25,9 @@ def grouped_linear_fused(
 ) -> Tensor:
     """See grouped_linear. Products take the dtype of x and are summed in fp32 in a fixed order.
 
-    Kept for the backward: weight, factors and `ends`; of the activations the pairs' low-rank side
-    [t, pairs * padded rank], and x (or pair_input) where a factor or the weight is trained.
+    Kept for the backward: weight, factors, and the table of tiles (16 bytes for each 128 rows and
+    for each group); of the activations the pairs' low-rank side [t, pairs * padded rank], and x (or
+    pair_input) where a factor or the weight is trained.
     """
     given = [(part, pair) for part, pair in enumerate(pairs) if pair is not None]
     form = _Form(

@@ -24,9 +24,9 @@ def grouped_product(
 ) -> Tensor:  # fmt: skip
     """See grouped_matmul. tiles: of row_tiles.
 
-    On Hopper the Gluon kernel where fits_hopper says so: 2-byte dtypes, at most two pairs of ranks
-    up to 128, whole tiles of the columns of a part and of the depth, rows that begin at 16 bytes.
-    Plain Triton for everything else: any sizes, ranks and number of pairs.
+    On Hopper the Gluon kernel where fits_hopper says so: 2-byte dtypes, at most two pairs, whole
+    tiles of 256 columns of a part and of 64 of the depth, tensors that begin at 16 bytes. Plain
+    Triton for everything else: any sizes and number of pairs, fp32, other GPUs.
     """
     columns = shape[1] // num_parts
     if weight is not None and is_hopper(x):
