@@ -224,9 +224,10 @@ def choose_tiles(x: Tensor, rows: int, columns: int) -> MatmulTiles:
     """
     if x.element_size() != 2:
         return MatmulTiles(rows, 64, 32, 8, 4, 2, 4)
-    if rows < 128 or columns < 256 or not _has_hopper_memory(x):
-        return MatmulTiles(rows, 128 if columns > 64 else 64, 64, 8, rows // 16, 2, 2)
-    return MatmulTiles(rows, 256, 64, 8, 8, 4, 1)
+    is_large = _has_hopper_memory(x)
+    if rows == 128 and columns >= 256 and is_large:
+        return MatmulTiles(rows, 256, 64, 8, 8, 4, 1)
+    return MatmulTiles(rows, 128 if columns > 64 else 64, 64, 8, 4, 3 if is_large else 2, 2)
 
 
 def _has_hopper_memory(x: Tensor) -> bool:
