@@ -226,11 +226,14 @@ def test_plain_experts_are_the_reference(shared: tuple[str, ...]) -> None:
         torch.testing.assert_close(ours, exact, atol=0.5, rtol=0.05)
 
 
-def test_skewed_experts() -> None:
-    ends = group_ends(32, 65536, True)
+def test_uneven_experts() -> None:
+    ends = group_ends(32, 65536, "skewed")
     sizes = ends.diff(prepend=ends.new_zeros(1))
     assert ends[-1] == 65536 and 0.6 <= sizes.max() / 65536 < 0.61
-    assert torch.equal(group_ends(4, 8, False), torch.tensor([2, 4, 6, 8], dtype=torch.int32))
+    ends = group_ends(256, 65536, "random")
+    sizes = ends.diff(prepend=ends.new_zeros(1))
+    assert ends[-1] == 65536 and 150 < sizes.min() < 256 < sizes.max() < 350
+    assert torch.equal(group_ends(4, 8, "even"), torch.tensor([2, 4, 6, 8], dtype=torch.int32))
 
 
 def test_roofline(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The measured cases of the routed experts: those of GLM-5.2, 8,192 tokens in 8 experts each."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ HIDDEN, INTERMEDIATE = 6144, 2048
 ROWS, RANK = 65536, 16
 SCALE = 2.0
 
+Routing = Literal["even", "skewed", "random"]
+_UNEVEN: tuple[tuple[int, Routing], ...] = ((256, "random"), (32, "skewed"))
+
 
 class Experts(NamedTuple):
     """One linear of `num` experts, frozen, with pairs or without."""
@@ -25,15 +28,15 @@ class Experts(NamedTuple):
     num: int
     pairs: str
     """"none", "per expert" or "shared outer"."""
-    is_skewed: bool = False
-    """Whether one expert has 60 % of the rows; else all have as many."""
+    routing: Routing = "even"
+    """Every expert has as many rows; one has 60 % ("skewed"); or each row chose one by chance."""
 
     @property
     def name(self) -> str:
         """The case's name."""
-        skewed = ", skewed" if self.is_skewed else ""
+        routing = "" if self.routing == "even" else f", {self.routing}"
         pairs = "base alone" if self.pairs == "none" else f"LoRA {self.pairs}"
-        return f"experts {self.linear}, {self.num}{skewed}, {pairs}"
+        return f"experts {self.linear}, {self.num}{routing}, {pairs}"
 
 
 EXPERTS = (
@@ -44,17 +47,21 @@ EXPERTS = (
         for pairs in ("none", "per expert", "shared outer")
     ),
     *(
-        Experts(linear, 32, pairs, is_skewed=True)
+        Experts(linear, num, pairs, routing)
+        for num, routing in _UNEVEN
         for linear in ("fc1", "fc2")
         for pairs in ("none", "per expert")
     ),
 )
 
 
-def group_ends(num: int, num_rows: int, is_skewed: bool) -> Tensor:
+def group_ends(num: int, num_rows: int, routing: Routing) -> Tensor:
     """[num] int32: where each expert's rows end."""
+    if routing == "random":
+        chosen = torch.randint(num, (num_rows,), generator=torch.Generator().manual_seed(0))
+        return torch.bincount(chosen, minlength=num).cumsum(0).int()
     sizes = torch.full((num,), num_rows // num)
-    if is_skewed:
+    if routing == "skewed":
         sizes.fill_(num_rows * 2 // 5 // (num - 1))
     sizes[num // 3] += num_rows - sizes.sum()
     return sizes.cumsum(0).int()
@@ -66,7 +73,7 @@ def experts_problem(case: Experts, peers: Peers) -> GradientProblem:
     num_pairs, fan_out, fan_in = (2, INTERMEDIATE, HIDDEN) if is_fc1 else (1, HIDDEN, INTERMEDIATE)
     out_features = num_pairs * fan_out
     weight = torch.stack([draw(out_features, fan_in) * fan_in**-0.5 for _ in range(n)])
-    ends = group_ends(n, ROWS, case.is_skewed).cuda()
+    ends = group_ends(n, ROWS, case.routing).cuda()
     factors: tuple[Tensor, ...] = ()
     if case.pairs != "none":
         is_shared = case.pairs == "shared outer"

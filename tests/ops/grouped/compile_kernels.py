@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from glm5.ops.grouped import hopper_matmul, triton_matmul, triton_narrow, triton_sums
+from glm5.ops.grouped.triton_factors import Factors
 
 WIDTH, OUT, RANK = 6144, 4096, 16
 
@@ -62,13 +63,19 @@ def _pairs(num: int) -> dict[str, Any]:
     }
 
 
+def _factors(num_pairs: int) -> Factors:
+    factors = torch.empty(256, RANK, WIDTH, device="meta")
+    numbers = range(num_pairs)
+    return Factors.of([factors] * num_pairs, [RANK] * num_pairs, numbers, [1.0] * num_pairs)
+
+
 def compile_matmul(
     num_pairs: int, forward: bool, block: triton_matmul.MatmulTiles | None = None
 ) -> Any:
     """The main product of fc1 as launched at GLM-5's width."""
     columns = OUT // 2 if forward else WIDTH
     x = torch.empty(65536, WIDTH if forward else OUT, dtype=torch.bfloat16, device="meta")
-    block = block or triton_matmul.choose_tiles(x, 256, columns)
+    block = block or triton_matmul.choose_tiles(x, 128, columns)
     rows = [block.columns, block.depth] if forward else [block.depth, block.columns]
     options = triton_matmul.block_options(x, block) | {"UPCAST": False}
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
@@ -76,7 +83,6 @@ def compile_matmul(
     arguments = {
         "x": f"tensordesc<bf16[{block.rows}, {block.depth}]>",
         "weight": f"tensordesc<bf16{rows}>",
-        "out": f"tensordesc<bf16[{block.rows}, {block.columns // max(1, block.store_pieces)}]>",
         "out_ptr": "*bf16", "low_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
         **_pairs(max(1, num_pairs)),
         **dict.fromkeys(
@@ -91,13 +97,8 @@ def compile_matmul(
 def compile_narrow(num_pairs: int, is_a: bool) -> Any:
     """The low-rank side of fc1."""
     x = torch.empty(65536, WIDTH, dtype=torch.bfloat16, device="meta")
-    factors = triton_narrow.Factors(
-        (torch.empty(256, RANK, WIDTH, device="meta"),) * num_pairs, (RANK,) * num_pairs,
-        tuple(range(num_pairs)), (1.0,) * num_pairs, RANK,
-    )  # fmt: skip
-    options = triton_narrow.launch_options(
-        x, factors, is_a=is_a, block_m=triton_narrow.narrow_block(x)
-    ) | {"UPCAST": False}
+    options = triton_narrow.launch_options(x, _factors(num_pairs), is_a=is_a, tile_rows=128)
+    options["UPCAST"] = False
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
     arguments = {
         "x_ptr": "*bf16", "low_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
@@ -107,18 +108,17 @@ def compile_narrow(num_pairs: int, is_a: bool) -> Any:
     return compile_kernel(triton_narrow._narrow_kernel, arguments, **launch)
 
 
-def compile_sums(num_right: int) -> Any:
-    """Gradients of a factor, or of a weight, of fc1."""
-    left = torch.empty(65536, WIDTH, dtype=torch.bfloat16, device="meta")
-    block = triton_sums.sum_tiles(left, num_right)
+def compile_sums(num_pairs: int, is_a: bool) -> Any:
+    """Gradients of the factors of fc1."""
+    x = torch.empty(65536, WIDTH, dtype=torch.bfloat16, device="meta")
+    factors = _factors(num_pairs)
+    block = triton_sums.sum_tiles(x, factors, is_a=is_a)
     arguments = {
-        "left_ptr": "*bf16", "right_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32",
-        "table_ptr": "*i32", "count_ptr": "*i32",
-        **dict.fromkeys(
-            ("num_left", "num_right", "left_stride", "right_stride", "out_group", "out_left"), "i32"
-        ),
-        "out_right": 1, "BLOCK_L": block.left, "BLOCK_R": block.right, "BLOCK_T": block.rows,
-        "UPCAST": False,
+        "left_ptr": "*bf16", "right_ptr": "*bf16", "partial_ptr": "*fp32", "table_ptr": "*i32",
+        "count_ptr": "*i32", **_pairs(num_pairs),
+        **dict.fromkeys(("num_left", "left_stride", "right_stride"), "i32"),
+        "RANK": RANK, "IS_A": is_a, "BLOCK_L": block.left, "BLOCK_R": block.right,
+        "BLOCK_T": block.rows, "UPCAST": False,
     }  # fmt: skip
     options = {"num_warps": block.num_warps, "num_stages": block.num_stages}
     return compile_kernel(triton_sums._row_sums_kernel, arguments, **options)
@@ -128,8 +128,8 @@ def compile_hopper(num_pairs: int, forward: bool) -> Any:
     """The Gluon product of fc1."""
     w_block = [256, 64] if forward else [64, 256]
     arguments = {
-        "x_desc": _gluon_descriptor([128, 64]), "w_desc": _gluon_descriptor(w_block),
-        "low_desc": _gluon_descriptor([128, 64]), "out_desc": _gluon_descriptor([64, 128]),
+        "x_desc": _gluon_descriptor([64, 64]), "w_desc": _gluon_descriptor(w_block),
+        "low_desc": _gluon_descriptor([64, 64]), "out_desc": _gluon_descriptor([64, 128]),
         "factor_0": _gluon_descriptor([1, *w_block]), "factor_1": _gluon_descriptor([1, *w_block]),
         "out_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
         "group_stride_0": 1, "group_stride_1": 1,
@@ -166,13 +166,12 @@ def main() -> None:
     compiled = {
         "forward": compile_matmul(2, forward=True),
         "input_grads": compile_matmul(2, forward=False),
-        "base_forward": compile_matmul(0, forward=True),
         "hopper_forward": compile_hopper(2, forward=True),
         "hopper_input_grads": compile_hopper(2, forward=False),
         "low": compile_narrow(2, is_a=True),
         "grad_low": compile_narrow(2, is_a=False),
-        "factor_grads": compile_sums(RANK),
-        "weight_grads": compile_sums(WIDTH),
+        "a_grads": compile_sums(2, is_a=True),
+        "b_grads": compile_sums(2, is_a=False),
     }
     print(json.dumps({name: report(kernel) for name, kernel in compiled.items()}))
 

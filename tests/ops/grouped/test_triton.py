@@ -83,8 +83,8 @@ CASES: dict[str, dict[str, Any]] = {
     | {"shared": "b"},
     "own input": {"sizes": [5, 33], "out_features": 12, "in_features": 24, "ranks": (3, 2)}
     | {"own_input": True},
-    "rank 128": {"sizes": [4, 9], "out_features": 72, "in_features": 64, "ranks": (128, 65)},
-    "aligned": {"sizes": [70, 64], "out_features": 128, "in_features": 64, "ranks": (16, 16)},
+    "rank 128": {"sizes": [4, 9], "out_features": 40, "in_features": 24, "ranks": (128, 65)},
+    "aligned": {"sizes": [70, 2], "out_features": 128, "in_features": 64, "ranks": (16, 16)},
 }
 
 
@@ -114,11 +114,19 @@ def test_hard_cases(name: str, dtype: torch.dtype) -> None:
     assert_as_good_as_plain(Case(**CASES[name], dtype=dtype))
 
 
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("shared", ["", "a", "b"])
+def test_sums_of_several_chunks(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5.ops.grouped.autograd.FACTOR_CHUNK", 16)
+    assert_as_good_as_plain(Case([5, 0, 37, 16], 10, 7, (3, 18), shared=shared))
+
+
 HOPPER_CASES: dict[str, dict[str, Any]] = {
     "base alone": {"sizes": [300, 0, 1, 128], "out_features": 512, "in_features": 256},
     "gate and up": {"sizes": [300, 0, 1, 127, 64, 65], "ranks": (16, 16)},
     "two ranks": {"sizes": [0, 5, 200, 0], "ranks": (5, 70)},
-    "rank 128": {"sizes": [129, 200], "ranks": (128,)},
+    "rank 128": {"sizes": [129, 200], "ranks": (128, 65)},
+    "three pairs": {"sizes": [129, 200], "out_features": 768, "ranks": (2, 16, 3)},
     "up alone": {"sizes": [129, 200], "ranks": (0, 8)},
     "gate alone": {"sizes": [129, 200], "ranks": (33, 0)},
     "shared a": {"sizes": [5, 0, 2500], "ranks": (16, 16), "shared": "a"},

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from glm5.ops.grouped.inputs import GroupedPair
-from glm5.ops.grouped.matmul import grouped_product
+from glm5.ops.grouped.matmul import grouped_product, row_tiles
 from glm5.ops.grouped.triton_factors import Factors
-from glm5.ops.grouped.triton_narrow import narrow_block, narrow_product
-from glm5.ops.grouped.triton_sums import row_sums, sum_chunk
+from glm5.ops.grouped.triton_narrow import narrow_product
+from glm5.ops.grouped.triton_sums import FACTOR_CHUNK, row_sums
 from glm5.ops.grouped.triton_tiles import RowTiles
+from glm5.ops.grouped.weight_grads import weight_grads
 
 
 def grouped_linear_fused(
@@ -24,8 +25,9 @@ def grouped_linear_fused(
 ) -> Tensor:
     """See grouped_linear. Products take the dtype of x and are summed in fp32 in a fixed order.
 
-    Kept for the backward: weight, factors and `ends`; of the activations the pairs' low-rank side
-    [t, pairs * padded rank], and x (or pair_input) where a factor or the weight is trained.
+    Kept for the backward: weight, factors, and the table of tiles (16 bytes for each 128 rows and
+    for each group); of the activations the pairs' low-rank side [t, pairs * padded rank], and x (or
+    pair_input) where a factor or the weight is trained.
     """
     given = [(part, pair) for part, pair in enumerate(pairs) if pair is not None]
     form = _Form(
@@ -60,23 +62,22 @@ class _GroupedLinearFunction(torch.autograd.Function):
         *factors: Tensor,
     ) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
-        n, out_features, _ = weight.shape
         a, b = _sides(form, factors)
         pair_input = None if pair_input is None else pair_input.contiguous()
+        tiles = row_tiles(x, ends)
         low = None
         if form.parts:
-            seen = x if pair_input is None else pair_input
-            low = narrow_product(seen, a, RowTiles.of(ends, len(x), narrow_block(x)), is_a=True)
+            low = narrow_product(x if pair_input is None else pair_input, a, tiles, is_a=True)
         y = grouped_product(
-            x, weight, ends, n, low, b, (len(x), out_features),
+            x, weight, tiles, low, b, (len(x), weight.shape[1]),
             forward=True, num_parts=form.num_parts,
         )  # fmt: skip
         needs = _Needs.of(ctx.needs_input_grad, len(form.parts))
-        ctx.form = form
+        ctx.form, ctx.tiles = form, tiles
         ctx.save_for_backward(
             x if needs.weight or (needs.a and pair_input is None) else None,
             pair_input if needs.a else None,
-            weight, ends, low if needs.b else None, *factors,
+            weight, low if needs.b else None, *factors,
         )  # fmt: skip
         ctx.shape = x.shape
         ctx.has_own_input = pair_input is not None
@@ -85,41 +86,26 @@ class _GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, pair_input, weight, ends, low, *factors = ctx.saved_tensors
-        form, needs = ctx.form, _Needs.of(ctx.needs_input_grad, len(ctx.form.parts))
+        x, pair_input, weight, low, *factors = ctx.saved_tensors
+        form, tiles = ctx.form, ctx.tiles
+        needs = _Needs.of(ctx.needs_input_grad, len(form.parts))
         grad = grad.contiguous()
         a, b = _sides(form, factors)
         seen = pair_input if ctx.has_own_input else x
         seen_needs = needs.pair_input if ctx.has_own_input else needs.x
         grad_low = None
         if form.parts and (needs.a or seen_needs):
-            tiles = RowTiles.of(ends, len(grad), narrow_block(grad))
             grad_low = narrow_product(grad, b, tiles, is_a=False)
-        grad_x, grad_seen = _input_grads(ctx, needs, grad, weight, ends, grad_low, a)
-        grad_weight = None
-        if needs.weight:
-            grad_weight = torch.empty_like(weight)
-            chunks = RowTiles.of(ends, len(grad), sum_chunk(weight.shape[2]))
-            row_sums(grad, x, ends, grad_weight, chunks)
-        grad_a: list[Tensor | None] = [None] * len(form.parts)
-        grad_b: list[Tensor | None] = [None] * len(form.parts)
-        if needs.a or needs.b:
-            sums = _FactorSums(ends, len(grad))
-            if needs.a:
-                assert grad_low is not None, "made above"
-                grad_a = [
-                    sums.of(seen, _slots(grad_low, a, p), y.shape, flip=True)
-                    for p, y in enumerate(a.tensors)
-                ]
-            if needs.b:
-                rows = grad.shape[1] // form.num_parts
-                grad_b = [
-                    sums.of(
-                        grad[:, part * rows : (part + 1) * rows], _slots(low, b, p),
-                        b.tensors[p].shape, flip=False,
-                    )
-                    for p, part in enumerate(form.parts)
-                ]  # fmt: skip
+        grad_x, grad_seen = _input_grads(ctx, needs, grad, weight, grad_low, a)
+        grad_weight = weight_grads(grad, x, tiles.ends) if needs.weight else None
+        grad_a: Sequence[Tensor | None] = [None] * len(form.parts)
+        grad_b: Sequence[Tensor | None] = [None] * len(form.parts)
+        chunks = _Chunks(tiles.ends, len(grad))
+        if needs.a:
+            assert grad_low is not None, "made above"
+            grad_a = _factor_grads(seen, grad_low, a, chunks, is_a=True)
+        if needs.b:
+            grad_b = _factor_grads(grad, low, b, chunks, is_a=False)
         return None, grad_x, grad_weight, None, grad_seen, *grad_a, *grad_b
 
 
@@ -145,23 +131,16 @@ def _sides(form: _Form, factors: Sequence[Tensor]) -> tuple[Factors, Factors]:
     return form.factors(a, ranks), form.factors(b, ranks)
 
 
-def _slots(low: Tensor, factors: Factors, pair: int) -> Tensor:
-    """The columns of one pair."""
-    first = pair * factors.padded_rank
-    return low[:, first : first + factors.ranks[pair]]
-
-
 def _input_grads(
-    ctx: Any, needs: _Needs, grad: Tensor, weight: Tensor, ends: Tensor, grad_low: Tensor | None,
-    a: Factors,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    ctx: Any, needs: _Needs, grad: Tensor, weight: Tensor, grad_low: Tensor | None, a: Factors
+) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and of pair_input; where both are one tensor, in one product."""
     grad_x = grad_seen = None
 
     def product(weight: Tensor | None, low: Tensor | None) -> Tensor:
         factors = None if low is None else a
         return grouped_product(
-            grad, weight, ends, len(ends), low, factors, ctx.shape, forward=False, num_parts=1
+            grad, weight, ctx.tiles, low, factors, ctx.shape, forward=False, num_parts=1
         )
 
     if needs.x:
@@ -171,22 +150,27 @@ def _input_grads(
     return grad_x, grad_seen
 
 
-class _FactorSums:
-    """Gradients of factors: per group, or of one factor that all rows share."""
+class _Chunks:
+    """Chunks of rows whose sums are gradients of factors, made once for each kind of factor."""
 
     def __init__(self, ends: Tensor, num_rows: int) -> None:
         self._ends = ends
         self._num_rows = num_rows
-        self._chunks: dict[bool, tuple[Tensor, RowTiles]] = {}
+        self._made: dict[int, RowTiles] = {}
 
-    def of(self, wide: Tensor, narrow: Tensor, shape: torch.Size, *, flip: bool) -> Tensor:
-        """wide_g^T narrow_g in the shape [n or 1, ...], transposed if flip."""
-        is_shared = shape[0] == 1
-        if is_shared not in self._chunks:
-            ends = self._ends[-1:] if is_shared else self._ends
-            tiles = RowTiles.of(ends, self._num_rows, sum_chunk(narrow.shape[1]))
-            self._chunks[is_shared] = ends, tiles
-        ends, tiles = self._chunks[is_shared]
-        out = wide.new_empty(shape)
-        row_sums(wide, narrow, ends, out.transpose(1, 2) if flip else out, tiles)
-        return out
+    def of(self, factors: Factors) -> RowTiles:
+        """Those of every group, or of all rows where the groups share the factors."""
+        ends = self._ends[-1:] if factors.is_shared else self._ends
+        if len(ends) not in self._made:
+            chunks = RowTiles.of(ends, self._num_rows, FACTOR_CHUNK, keep_empty=True)
+            self._made[len(ends)] = chunks
+        return self._made[len(ends)]
+
+
+def _factor_grads(
+    wide: Tensor, low: Tensor, factors: Factors, chunks: _Chunks, *, is_a: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of one side of all pairs; see row_sums."""
+    grads = tuple(torch.empty_like(x) for x in factors.tensors)
+    row_sums(wide, low, factors._replace(tensors=grads), chunks.of(factors), is_a=is_a)
+    return grads

@@ -11,8 +11,8 @@ from torch import Tensor
 class GroupedPair:
     """Low-rank pairs of one linear of every group: delta W_g = scale * b_g a_g.
 
-    a [n, rank, in_features] and b [n, out_features, rank], of the dtype of the weight; either may
-    have 1 in place of n: one factor that all groups share.
+    a [n, rank, in_features] and b [n, out_features, rank], of the dtype of the weight. The a of all
+    pairs of a linear may have 1 in place of n: one factor that all groups share. So may their b.
     """
 
     a: Tensor
@@ -34,6 +34,8 @@ def check_inputs(
     assert x.dtype == weight.dtype, f"x {x.dtype}, weight {weight.dtype}"
     assert pair_input is None or pair_input.shape == x.shape, f"pair_input {pair_input.shape}"
     rows = out_features // max(1, len(pairs))
+    for shared in ({len(p.a) for p in pairs if p}, {len(p.b) for p in pairs if p}):
+        assert len(shared) < 2, f"one factor for all groups in some pairs alone: {shared}"
     for pair in pairs:
         if pair is None:
             continue

@@ -25,7 +25,8 @@ def grouped_linear(
     group g has the rows ends[g - 1] .. ends[g], none if they are equal, and ends[n - 1] = t. The
     host does not read `ends` on a GPU, where the kernels are fused for bf16, fp16 and fp32. pairs:
     nothing, or one entry for each equal part of the out_features, in order, None where a part has
-    no pair. pair_input [t, in_features]: what the pairs see in place of x (dropout)
+    no pair; ranks of 1 to 128. pair_input [t, in_features]: what the pairs see in place of x, as
+    with dropout
     -> y [t, out_features], in the dtype of x. Differentiable in x, pair_input, weight, and both
     factors of every pair; a factor shared by all groups gets the sum over groups; an empty group
     gets zeros. The fused kernels give the same bits every time.

@@ -8,27 +8,41 @@ from glm5.ops.grouped.triton_matmul import choose_tiles, grouped_matmul
 from glm5.ops.grouped.triton_tiles import RowTiles
 
 
+def row_tiles(x: Tensor, ends: Tensor) -> RowTiles:
+    """The tiles of rows that all products of a call and of its backward share."""
+    if x.element_size() != 2:
+        block = 32
+    else:
+        few_rows = len(x) <= 64 * len(ends)
+        block = 64 if few_rows and not is_hopper(x) else 128
+    return RowTiles.of(ends, len(x), block)
+
+
 def grouped_product(
-    x: Tensor, weight: Tensor | None, ends: Tensor, num_groups: int, low: Tensor | None,
+    x: Tensor, weight: Tensor | None, tiles: RowTiles, low: Tensor | None,
     factors: Factors | None, shape: tuple[int, int], *, forward: bool, num_parts: int,
 ) -> Tensor:  # fmt: skip
-    """See grouped_matmul: Gluon for whole tiles on Hopper, plain Triton for everything else."""
-    columns = shape[1] // num_parts
-    if weight is not None and _is_hopper(x):
-        # Gluon is experimental: it is imported only where its kernels run.
-        from glm5.ops.grouped.hopper_matmul import ROWS, fits_hopper, grouped_matmul_hopper
+    """See grouped_matmul. tiles: of row_tiles.
 
-        if fits_hopper(x, weight, columns, 0 if factors is None else len(factors.tensors)):
-            tiles = RowTiles.of(ends, len(x), ROWS)
+    On Hopper the Gluon kernel where fits_hopper says so: 2-byte dtypes, at most two pairs, whole
+    tiles of 256 columns of a part and of 64 of the depth, tensors that begin at 16 bytes. Plain
+    Triton for everything else: any sizes and number of pairs, fp32, other GPUs.
+    """
+    columns = shape[1] // num_parts
+    if weight is not None and is_hopper(x):
+        # Gluon is experimental: it is imported only where its kernels run.
+        from glm5.ops.grouped.hopper_matmul import fits_hopper, grouped_matmul_hopper
+
+        if fits_hopper(x, weight, columns, factors):
             return grouped_matmul_hopper(
                 x, weight, tiles, low, factors, shape, forward=forward, num_parts=num_parts
             )
-    block = choose_tiles(x, num_groups, columns)
-    tiles = RowTiles.of(ends, len(x), block.rows)
+    block = choose_tiles(x, tiles.block, columns)
     return grouped_matmul(
         x, weight, tiles, low, factors, shape, forward=forward, num_parts=num_parts, block=block
     )
 
 
-def _is_hopper(x: Tensor) -> bool:
+def is_hopper(x: Tensor) -> bool:
+    """Whether x lies on a Hopper GPU."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9

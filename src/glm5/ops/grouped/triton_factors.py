@@ -11,8 +11,8 @@ from torch import Tensor
 class Factors(NamedTuple):
     """One side of the pairs: slot p * padded_rank + r is rank r of the p-th pair.
 
-    tensors [n or 1, rank, in] (a) or [n or 1, out, rank] (b), contiguous; parts: the part of the
-    out_features of each.
+    tensors [n or 1, rank, in] (a) or [n or 1, out, rank] (b), contiguous, as many groups in all;
+    parts: the part of the out_features of each.
     """
 
     tensors: tuple[Tensor, ...]
@@ -29,6 +29,11 @@ class Factors(NamedTuple):
         padded = padded_size(max(ranks, default=1))
         contiguous = tuple(x.contiguous() for x in tensors)
         return cls(contiguous, tuple(ranks), tuple(parts), tuple(scales), padded)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all groups share the factors."""
+        return len(self.tensors[0]) == 1
 
     @property
     def num_slots(self) -> int:
@@ -77,6 +82,15 @@ def pair_of_part(part, parts):
     for p in tl.static_range(0, len(parts)):
         pair = tl.where(part == parts[p], p, pair)
     return pair
+
+
+@triton.jit
+def part_of_pair(pair, parts):
+    """Which part of the out_features the pair has."""
+    part = parts[0]
+    for p in tl.static_range(1, len(parts)):
+        part = tl.where(pair == p, parts[p], part)
+    return part
 
 
 @triton.jit

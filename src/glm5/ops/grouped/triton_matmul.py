@@ -33,7 +33,6 @@ class MatmulTiles(NamedTuple):
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    store_pieces: int = 0
 
 
 @triton.jit
@@ -81,13 +80,13 @@ def _tile_of(tile, num_row_tiles, num_column_tiles, TOGETHER: tl.constexpr):
 
 @triton.jit
 def _grouped_matmul_kernel(
-    x, weight, out, out_ptr, low_ptr, table_ptr, count_ptr,
+    x, weight, out_ptr, low_ptr, table_ptr, count_ptr,
     factors, ranks, group_strides, parts,
     num_slots, depth, out_columns, part_columns, in_features,
     RANK: tl.constexpr, FORWARD: tl.constexpr, HAS_BASE: tl.constexpr, HAS_PAIRS: tl.constexpr,
     TAIL: tl.constexpr, TAIL_STEP: tl.constexpr, USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
-    UPCAST: tl.constexpr, PIECES: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     num_row_tiles = tl.load(count_ptr)
     tiles_per_part = tl.cdiv(part_columns, BLOCK_N)
@@ -155,27 +154,10 @@ def _grouped_matmul_kernel(
                     low, factor = low.to(tl.float32), factor.to(tl.float32)
                 acc = tl.dot(low, factor, acc, input_precision="ieee")
         result = acc.to(out_ptr.dtype.element_ty)
-        if USE_TMA and PIECES > 0:
-            if (last - first == BLOCK_M) & (column + BLOCK_N <= column_end):
-                if PIECES == 1:
-                    out.store([first, column], result)
-                else:
-                    halves = result.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1)
-                    left, right = halves.split()
-                    out.store([first, column], left)
-                    out.store([first, column + BLOCK_N // 2], right)
-            else:
-                _store(out_ptr, result, rows, last, columns, column_end, out_columns)
-        else:
-            _store(out_ptr, result, rows, last, columns, column_end, out_columns)
-
-
-@triton.jit
-def _store(out_ptr, result, rows, last, columns, column_end, out_columns):
-    tl.store(
-        out_ptr + rows.to(tl.int64)[:, None] * out_columns + columns[None, :],
-        result, mask=(rows < last)[:, None] & (columns < column_end)[None, :],
-    )  # fmt: skip
+        tl.store(
+            out_ptr + rows.to(tl.int64)[:, None] * out_columns + columns[None, :],
+            result, mask=(rows < last)[:, None] & (columns < column_end)[None, :],
+        )  # fmt: skip
 
 
 def grouped_matmul(
@@ -192,14 +174,14 @@ def grouped_matmul(
     if out.numel() == 0:
         return out
     depth = x.shape[1]
-    use_tma = weight is not None and _takes_tma(x, weight, out, depth, block)
-    given: list[Any] = [x, x if weight is None else weight, out]
+    use_tma = weight is not None and _takes_tma(x, weight, depth, block)
+    given: list[Any] = [x, x if weight is None else weight]
     if use_tma:
         w_block = [block.columns, block.depth] if forward else [block.depth, block.columns]
-        piece = block.columns // max(1, block.store_pieces)
-        blocks = [block.rows, block.depth], w_block, [block.rows, piece]
-        flat = (given[0], given[1].view(-1, given[1].shape[2]), given[2])
-        given = [TensorDescriptor.from_tensor(y, b) for y, b in zip(flat, blocks, strict=True)]
+        given = [
+            TensorDescriptor.from_tensor(x, [block.rows, block.depth]),
+            TensorDescriptor.from_tensor(given[1].view(-1, given[1].shape[2]), w_block),
+        ]
     has_pairs = factors is not None and bool(factors.tensors)
     tail = 16
     if factors is None or not has_pairs:
@@ -229,19 +211,31 @@ def block_options(x: Tensor, block: MatmulTiles) -> dict[str, Any]:
         "BLOCK_K": block.depth,
         "TOGETHER": block.together,
         "UPCAST": is_interpreted(x),
-        "PIECES": block.store_pieces,
         "num_warps": block.num_warps,
         "num_stages": block.num_stages,
     }
 
 
-def choose_tiles(x: Tensor, num_groups: int, columns: int) -> MatmulTiles:
-    """Tiles by the dtype, by how many rows a group has on average, and by the narrowest part."""
+def choose_tiles(x: Tensor, rows: int, columns: int) -> MatmulTiles:
+    """Tiles of so many rows, by the dtype, the narrowest part and the GPU.
+
+    The widest one was the fastest of six on an H200; GPUs with less memory in a multiprocessor
+    take one that fits there, which was not measured.
+    """
     if x.element_size() != 2:
-        return MatmulTiles(32, 64, 32, 8, 4, 2, 4)
-    if len(x) <= 64 * num_groups or columns < 128:
-        return MatmulTiles(64, 128 if columns > 64 else 64, 64, 8, 4, 4, 2)
-    return MatmulTiles(128, 256 if columns >= 256 else 128, 64, 8, 8, 3, 1)
+        return MatmulTiles(rows, 64, 32, 8, 4, 2, 4)
+    is_large = _has_hopper_memory(x)
+    if rows == 128 and columns >= 256 and is_large:
+        return MatmulTiles(rows, 256, 64, 8, 8, 4, 1)
+    return MatmulTiles(rows, 128 if columns > 64 else 64, 64, 8, 4, 3 if is_large else 2, 2)
+
+
+def _has_hopper_memory(x: Tensor) -> bool:
+    """Whether a multiprocessor has 228 KiB of shared memory."""
+    if not x.is_cuda:
+        return True
+    properties = torch.cuda.get_device_properties(x.device)
+    return properties.shared_memory_per_multiprocessor >= 228 * 1024
 
 
 def _no_pairs(x: Tensor) -> dict[str, Any]:
@@ -249,9 +243,9 @@ def _no_pairs(x: Tensor) -> dict[str, Any]:
     return {"factors": (x,), "ranks": (0,), "group_strides": (0,), "parts": (0,), "RANK": 16}
 
 
-def _takes_tma(x: Tensor, weight: Tensor, out: Tensor, depth: int, block: MatmulTiles) -> bool:
+def _takes_tma(x: Tensor, weight: Tensor, depth: int, block: MatmulTiles) -> bool:
     """Whether rows begin at 16 bytes, and no step of the depth reaches into the next weight."""
-    tensors = (x, weight, out)
+    tensors = (x, weight)
     aligned = all(y.data_ptr() % 16 == 0 for y in tensors)
     whole_rows = all(y.shape[-1] * y.element_size() % 16 == 0 for y in tensors)
     return aligned and whole_rows and x.element_size() == 2 and depth % block.depth == 0

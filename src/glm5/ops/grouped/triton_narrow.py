@@ -10,6 +10,7 @@ from glm5.ops.grouped.triton_factors import (
     Factors,
     is_interpreted,
     pair_factor,
+    part_of_pair,
     slot_rows,
 )
 from glm5.ops.grouped.triton_tiles import RowTiles
@@ -21,13 +22,14 @@ def _narrow_kernel(
     factors, ranks, group_strides, parts,
     x_columns, k_columns, num_slots,
     RANK: tl.constexpr, IS_A: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    if tile < tl.load(count_ptr):
+    tile = tl.program_id(0) // PIECES
+    # Entries that nobody wrote are read, but not used.
+    first = tl.load(table_ptr + tile * 4 + 1) + tl.program_id(0) % PIECES * BLOCK_M
+    last = tl.load(table_ptr + tile * 4 + 2)
+    if (tile < tl.load(count_ptr)) & (first < last):
         group = tl.load(table_ptr + tile * 4)
-        first = tl.load(table_ptr + tile * 4 + 1)
-        last = tl.load(table_ptr + tile * 4 + 2)
         rows = first + tl.arange(0, BLOCK_M)
         pair = tl.program_id(1)
         slots = pair * RANK + tl.arange(0, SLOTS)
@@ -50,12 +52,9 @@ def _narrow_kernel(
                     x, factor = x.to(tl.float32), factor.to(tl.float32)
                 acc = tl.dot(x, factor.T, acc, input_precision="ieee")
         else:
-            part = parts[0]
-            for p in tl.static_range(1, len(parts)):
-                part = tl.where(pair == p, parts[p], part)
             factor_ptr, rank = pair_factor(factors, ranks, group_strides, group, pair)
             in_rank = tl.arange(0, SLOTS)
-            x_rows += part * k_columns
+            x_rows += part_of_pair(pair, parts) * k_columns
             for k in tl.range(0, k_columns, BLOCK_K):
                 is_k = k + in_k < k_columns
                 x = tl.load(x_rows + (k + in_k)[None, :], mask=is_row & is_k[None, :], other=0.0)
@@ -86,8 +85,8 @@ def narrow_product(x: Tensor, factors: Factors, tiles: RowTiles, *, is_a: bool) 
     if low.numel() == 0:
         return low
     num_pairs = len(factors.tensors)
-    options = launch_options(x, factors, is_a=is_a, block_m=tiles.block)
-    _narrow_kernel[(tiles.num_bound, 1 if is_a else num_pairs)](
+    options = launch_options(x, factors, is_a=is_a, tile_rows=tiles.block)
+    _narrow_kernel[(tiles.num_bound * options["PIECES"], 1 if is_a else num_pairs)](
         x, low, tiles.table, tiles.num_tiles, factors.scales,
         x_columns=x.shape[1], k_columns=factors.tensors[0].shape[2 if is_a else 1],
         num_slots=low.shape[1], **factors.kernel_arguments(), **options,
@@ -95,20 +94,16 @@ def narrow_product(x: Tensor, factors: Factors, tiles: RowTiles, *, is_a: bool) 
     return low
 
 
-def narrow_block(x: Tensor) -> int:
-    """Rows of a tile."""
-    return 64 if x.element_size() == 2 else 32
-
-
-def launch_options(x: Tensor, factors: Factors, *, is_a: bool, block_m: int) -> dict[str, Any]:
-    """Tile sizes and the compiler's options."""
+def launch_options(x: Tensor, factors: Factors, *, is_a: bool, tile_rows: int) -> dict[str, Any]:
+    """Sizes, programs of at most 64 rows for each tile, and the compiler's options."""
     num_pairs = len(factors.tensors) if is_a else 1
     slots = factors.padded_rank * triton.next_power_of_2(num_pairs)
     is_wide = x.element_size() == 2
     return {
         "IS_A": is_a,
         "SLOTS": slots,
-        "BLOCK_M": block_m,
+        "PIECES": triton.cdiv(tile_rows, 64),
+        "BLOCK_M": min(64, tile_rows),
         "BLOCK_K": 128 if is_wide and slots <= 64 else 64 if is_wide else 32,
         "UPCAST": is_interpreted(x),
         "num_warps": 4,

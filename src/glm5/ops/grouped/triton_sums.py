@@ -12,8 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.grouped.triton_factors import is_interpreted, padded_size
+from glm5.ops.grouped.triton_factors import (
+    Factors,
+    is_interpreted,
+    padded_size,
+    pair_factor,
+    part_of_pair,
+    slot_rows,
+)
 from glm5.ops.grouped.triton_tiles import RowTiles, tiles_before
+
+# Rows of a chunk of factors' gradients. Smaller ones write more sums than they read rows.
+FACTOR_CHUNK = 2048
 
 
 class SumTiles(NamedTuple):
@@ -27,10 +37,30 @@ class SumTiles(NamedTuple):
 
 
 @triton.jit
+def _sums_of(
+    outs, ranks, group_strides, group, lefts, block, num_left,
+    RANK: tl.constexpr, IS_A: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Columns of the right side, which of them exist, and where the sums of lefts with them go."""
+    if IS_A:
+        columns = block * BLOCK_R + tl.arange(0, BLOCK_R)
+        rows, valid = slot_rows(outs, ranks, group_strides, group, columns, num_left, RANK)
+        places = rows[None, :] + lefts[:, None]
+    else:
+        per_pair: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R
+        in_rank = block % per_pair * BLOCK_R + tl.arange(0, BLOCK_R)
+        out, rank = pair_factor(outs, ranks, group_strides, group, block // per_pair)
+        columns, valid = block // per_pair * RANK + in_rank, in_rank < rank
+        places = out + lefts.to(tl.int64)[:, None] * rank + in_rank[None, :]
+    return columns, valid, places
+
+
+@triton.jit
 def _row_sums_kernel(
-    left_ptr, right_ptr, out_ptr, partial_ptr, table_ptr, count_ptr,
-    num_left, num_right, left_stride, right_stride, out_group, out_left, out_right,
-    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, UPCAST: tl.constexpr,
+    left_ptr, right_ptr, partial_ptr, table_ptr, count_ptr,
+    factors, ranks, group_strides, parts, num_left, left_stride, right_stride,
+    RANK: tl.constexpr, IS_A: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     if tile < tl.load(count_ptr):
@@ -38,9 +68,15 @@ def _row_sums_kernel(
         first = tl.load(table_ptr + tile * 4 + 1)
         last = tl.load(table_ptr + tile * 4 + 2)
         slot = tl.load(table_ptr + tile * 4 + 3)
+        block = tl.program_id(2)
         lefts = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
-        rights = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
-        is_left, is_right = lefts < num_left, rights < num_right
+        is_left = lefts < num_left
+        columns, is_right, places = _sums_of(
+            factors, ranks, group_strides, group, lefts, block, num_left, RANK, IS_A, BLOCK_R
+        )
+        if not IS_A:
+            per_pair: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R
+            left_ptr += part_of_pair(block // per_pair, parts) * num_left
         acc = tl.zeros([BLOCK_L, BLOCK_R], tl.float32)
         for start in tl.range(first, last, BLOCK_T):
             rows = start + tl.arange(0, BLOCK_T)
@@ -50,85 +86,86 @@ def _row_sums_kernel(
                 mask=is_row & is_left[None, :], other=0.0,
             )  # fmt: skip
             right = tl.load(
-                right_ptr + rows.to(tl.int64)[:, None] * right_stride + rights[None, :],
+                right_ptr + rows.to(tl.int64)[:, None] * right_stride + columns[None, :],
                 mask=is_row & is_right[None, :], other=0.0,
             )  # fmt: skip
             if UPCAST:
                 left, right = left.to(tl.float32), right.to(tl.float32)
             acc = tl.dot(left.T, right, acc, input_precision="ieee")
-        mask = is_left[:, None] & is_right[None, :]
         if slot < 0:
-            out = out_ptr + group.to(tl.int64) * out_group
-            tl.store(
-                out + lefts.to(tl.int64)[:, None] * out_left + rights[None, :] * out_right,
-                acc.to(out_ptr.dtype.element_ty), mask=mask,
-            )  # fmt: skip
+            mask = is_left[:, None] & is_right[None, :]
+            tl.store(places, acc.to(factors[0].dtype.element_ty), mask=mask)
         else:
-            partial = partial_ptr + slot.to(tl.int64) * num_left * num_right
-            offsets = lefts.to(tl.int64)[:, None] * num_right + rights[None, :]
-            tl.store(partial + offsets, acc, mask=mask)
+            width = tl.num_programs(2) * BLOCK_R
+            partial = partial_ptr + slot.to(tl.int64) * num_left * width
+            kept = lefts.to(tl.int64)[:, None] * width + tl.arange(0, BLOCK_R)[None, :]
+            tl.store(partial + kept + block * BLOCK_R, acc, mask=is_left[:, None])
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def _add_chunks_kernel(
-    out_ptr, partial_ptr, ends_ptr, n, num_left, num_right, out_group, out_left, out_right,
-    CHUNK: tl.constexpr, GROUPS: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+    partial_ptr, ends_ptr, factors, ranks, group_strides, num_left,
+    RANK: tl.constexpr, IS_A: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(1)
-    first, _, slot = tiles_before(ends_ptr, group, n, CHUNK, GROUPS)
+    group, block = tl.program_id(1), tl.program_id(2)
+    first, _, slot = tiles_before(ends_ptr, group, CHUNK, GROUPS, True)
     num_chunks = (tl.load(ends_ptr + group) - first + CHUNK - 1) // CHUNK
-    if num_chunks != 1:
+    if num_chunks > 1:
         lefts = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
-        rights = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
-        mask = (lefts < num_left)[:, None] & (rights < num_right)[None, :]
-        offsets = lefts.to(tl.int64)[:, None] * num_right + rights[None, :]
+        is_left = lefts < num_left
+        _, is_right, places = _sums_of(
+            factors, ranks, group_strides, group, lefts, block, num_left, RANK, IS_A, BLOCK_R
+        )
+        width = tl.num_programs(2) * BLOCK_R
+        kept = lefts.to(tl.int64)[:, None] * width + tl.arange(0, BLOCK_R)[None, :]
+        kept += block * BLOCK_R
         total = tl.zeros([BLOCK_L, BLOCK_R], tl.float32)
         for i in range(0, num_chunks):
-            partial = partial_ptr + (slot + i).to(tl.int64) * num_left * num_right
-            total += tl.load(partial + offsets, mask=mask, other=0.0)
-        out = out_ptr + group.to(tl.int64) * out_group
-        tl.store(
-            out + lefts.to(tl.int64)[:, None] * out_left + rights[None, :] * out_right,
-            total.to(out_ptr.dtype.element_ty), mask=mask,
-        )  # fmt: skip
+            partial = partial_ptr + (slot + i).to(tl.int64) * num_left * width
+            total += tl.load(partial + kept, mask=is_left[:, None], other=0.0)
+        mask = is_left[:, None] & is_right[None, :]
+        tl.store(places, total.to(factors[0].dtype.element_ty), mask=mask)
 
 
-def row_sums(left: Tensor, right: Tensor, ends: Tensor, out: Tensor, tiles: RowTiles) -> None:
-    """out_g = left_g^T right_g, summed in fp32 over the rows of each group; zeros without rows.
+def row_sums(left: Tensor, right: Tensor, outs: Factors, chunks: RowTiles, *, is_a: bool) -> None:
+    """Fill outs with left_g^T right_g, summed in fp32 over the rows of each group; zeros without.
 
-    left [t, l], right [t, r] with unit stride in their columns -> out [n, l, r], any strides;
-    tiles: chunks of the rows of `ends`.
+    Gradients of a: left [t, in], right [t, slots], outs [n, rank, in]. Those of b: left [t, out],
+    of which each pair sees its part, right [t, slots], outs [n, rows of a part, rank]. left and
+    right contiguous; chunks: of the rows of the outs' groups, empty groups kept.
     """
-    n, num_left, num_right = out.shape
-    if out.numel() == 0:
-        return
-    partial = left.new_empty(max(1, tiles.num_shared), num_left, num_right, dtype=torch.float32)
-    block = sum_tiles(left, num_right)
-    columns = triton.cdiv(num_left, block.left), triton.cdiv(num_right, block.right)
-    if tiles.num_bound:
-        _row_sums_kernel[(columns[0], tiles.num_bound, columns[1])](
-            left, right, out, partial, tiles.table, tiles.num_tiles,
-            num_left, num_right, left.stride(0), right.stride(0), *out.stride(),
-            BLOCK_L=block.left, BLOCK_R=block.right, BLOCK_T=block.rows,
-            UPCAST=is_interpreted(left), num_warps=block.num_warps, num_stages=block.num_stages,
-        )  # fmt: skip
-    options: dict[str, Any] = {"CHUNK": tiles.block, "GROUPS": triton.next_power_of_2(n)}
-    _add_chunks_kernel[(columns[0], n, columns[1])](
-        out, partial, ends, n, num_left, num_right, *out.stride(),
-        BLOCK_L=block.left, BLOCK_R=block.right, num_warps=block.num_warps, **options,
+    arguments = outs.kernel_arguments()
+    parts = arguments.pop("parts")
+    num_left = outs.tensors[0].shape[2 if is_a else 1]
+    block = sum_tiles(left, outs, is_a=is_a)
+    if is_a:
+        num_blocks = triton.cdiv(outs.num_slots, block.right)
+    else:
+        num_blocks = len(outs.tensors) * triton.cdiv(outs.padded_rank, block.right)
+    partial = left.new_empty(
+        chunks.num_shared, num_left, num_blocks * block.right, dtype=torch.float32
+    )
+    num_columns = triton.cdiv(num_left, block.left)
+    arguments |= {"IS_A": is_a, "BLOCK_L": block.left, "BLOCK_R": block.right}
+    _row_sums_kernel[(num_columns, chunks.num_bound, num_blocks)](
+        left, right, partial, chunks.table, chunks.num_tiles,
+        parts=parts, num_left=num_left, left_stride=left.shape[1], right_stride=right.shape[1],
+        BLOCK_T=block.rows, UPCAST=is_interpreted(left),
+        num_warps=block.num_warps, num_stages=block.num_stages, **arguments,
     )  # fmt: skip
+    if chunks.num_shared:
+        n = len(chunks.ends)
+        options: dict[str, Any] = {"CHUNK": chunks.block, "GROUPS": triton.next_power_of_2(n)}
+        _add_chunks_kernel[(num_columns, n, num_blocks)](
+            partial, chunks.ends, num_left=num_left, num_warps=block.num_warps,
+            **arguments, **options,
+        )  # fmt: skip
 
 
-def sum_chunk(num_right: int) -> int:
-    """Rows of a chunk; a weight's gradient keeps no chunks' sums unless a group is huge."""
-    return 2048 if num_right <= 256 else 2**20
-
-
-def sum_tiles(left: Tensor, num_right: int) -> SumTiles:
-    """Tile sizes."""
-    right = padded_size(num_right)
+def sum_tiles(left: Tensor, outs: Factors, *, is_a: bool) -> SumTiles:
+    """Tile sizes; one pass over the left side serves as many slots as fit into a tile."""
+    right = padded_size(outs.num_slots if is_a else outs.padded_rank)
     if left.element_size() != 2:
         return SumTiles(32, min(32, right), 32, 4, 2)
-    if right > 128:
-        return SumTiles(128, 128, 64, 8, 3)
-    return SumTiles(128, right, 64, 4, 4)
+    return SumTiles(128, min(128, right), 64, 8 if right > 128 else 4, 3)
