@@ -97,12 +97,15 @@ def test_ranks_by_pattern_and_another_scale_keep_the_delta(
     torch.testing.assert_close(computed(other), computed(model), rtol=1e-4, atol=1e-4)
 
 
-def test_shared_factors_fit_experts_with_their_own(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("expert_lora", LAYOUTS)
+def test_a_peft_folder_of_shared_factors_fits_both_layouts(
+    tiny_folder: TinyFolder, tmp_path: Path, expert_lora: str
+) -> None:
     folder = tiny_folder("5.2")
     model = adapted(folder, expert_lora="shared_outer")
     disturb(model)
     saved(model, tmp_path / "a")
-    other = adapted(folder)
+    other = adapted(folder, expert_lora=expert_lora)
     start_from_adapter([other], tmp_path / "a")
     torch.testing.assert_close(computed(other), computed(model), rtol=1e-5, atol=1e-5)
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from glm5.checkpoint.adapter_io import write_peft_adapter
+from glm5.checkpoint.adapter_start import start_from_adapter
 from glm5.checkpoint.ckpt_dir import step_folder
 from glm5.checkpoint.fingerprint import base_fingerprints
 from glm5.checkpoint.hf_folder import hf_folder
-from glm5.lora.attach import adapted_modules, base_name
+from glm5.export.factors import trained_adapter
+from glm5.lora.attach import adapted_modules, base_name, is_adapter
 from glm5.model.names import GlobalNames, by_expert
 from glm5.ops import torch_backend
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed
@@ -357,6 +360,34 @@ def apart(
 def is_shared(parameter: nn.Parameter) -> bool:
     """Whether all experts of a layer share an adapter's factor: it has no rank's own mark."""
     return parameter.ndim == 3 and getattr(parameter, "sequence_parallel", False)
+
+
+def write_adapter(job: Job, folder: Path) -> None:
+    """The adapter that `start` gives one process, with other whole parameters, as a PEFT folder."""
+    loop = start(job)
+    (chunk,) = (chunk.module for chunk in loop.state.chunks)
+    adapter = trained_adapter(chunk, torch.float32)
+    # a router's bias does not train: it must be the base's
+    modules = {n: t if n.endswith("bias") else t + 1 for n, t in adapter.modules.items()}
+    adapter = replace(adapter, modules=modules)
+    write_peft_adapter(folder, adapter, config=chunk.config.glm5, base_name="base")
+
+
+def differences_after_start(job: Job, folder: Path) -> list[str]:
+    """Parameters that `start_from_adapter` gives other values than `write_adapter` meant."""
+    ensure_distributed(default_device(), job.layout)
+    run = job.run_config()
+    chunks, fresh = (build_trainable(run, hf_folder(run.model.path)) for _ in range(2))
+    start_from_adapter(chunks, folder)
+    wrong = []
+    for chunk, other in zip(chunks, fresh, strict=True):
+        randomise_adapters(other)
+        pairs = zip(chunk.named_parameters(), other.parameters(), strict=True)
+        for (name, got), meant in pairs:
+            added = float(meant.requires_grad and not is_adapter(name))
+            if not torch.equal(got, meant + added):
+                wrong.append(name)
+    return wrong
 
 
 def randomise_adapters(model: GPTModel, factor: Callable[[str], float] = lambda path: 1.0) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.parallel.budget import budget_used
 from tests.parallel.conftest import One, Ranks, results_of
 from tests.parallel.jobs import (
     Job,
+    differences_after_start,
     dropped_by_experts,
     gradients_when_recomputed,
     numbers,
@@ -23,6 +25,7 @@ from tests.parallel.jobs import (
     selections_when_shared,
     start,
     weights_of_steps,
+    write_adapter,
 )
 from tests.parallel.processes import run_ranks
 from tests.parallel.test_layouts import LOSS_BOUND, TENSOR_BOUND, exported
@@ -227,6 +230,19 @@ def test_ranks_with_the_same_tokens_drop_the_same_elements(job: MakeJob) -> None
         assert not torch.equal(copies[name][:shortest], other_copies[name][:shortest])
     for masks in (parts, other_parts, copies, other_copies):
         assert all(0.4 < float(mask.float().mean()) < 0.6 for mask in masks.values())
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("tp2pp2ep2", "shared"), ("tp2ep2etp2", "adapters")])
+def test_an_adapter_starts_training_in_any_layout(
+    job: MakeJob, tmp_path: Path, name: str, recipe: str
+) -> None:
+    """Each rank takes its part of every pair and of every whole parameter, bit for bit."""
+    write_adapter(job("one", recipe), tmp_path / "adapter")
+    start_there = job(name, recipe)
+    for wrong in run_ranks(
+        tmp_path / "ranks", 4, differences_after_start, start_there, tmp_path / "adapter"
+    ):
+        assert wrong == []
 
 
 def shared_factors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from glm5.lora.experts import GroupedLora
 from glm5.lora.factors import Adapted, Factors
 from glm5.model.names import GlobalNames
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
 
 @torch.no_grad()
 def start_from_adapter(chunks: Sequence[GPTModel], folder: Path) -> None:
@@ -31,11 +34,12 @@ def start_from_adapter(chunks: Sequence[GPTModel], folder: Path) -> None:
 
     Every delta is the folder's: ranks must agree, but for trailing zeros, which are cut off; under
     another scale B takes up the ratio, rounded once to the model's dtype. Each rank reads its own
-    pairs alone. A folder whose experts share a factor fits a model whose experts do not.
+    pairs alone. Experts that share a factor here must have the same in the folder; not the other
+    way round.
 
     Raises:
         AdapterError: the folder is damaged, holds more or less than what trains in this model,
-        has other ranks, or would need one factor where its experts have their own.
+        has other ranks, or experts with factors of their own where this model's share one.
     """
     adapter = read_adapter(folder, chunks[0].config.glm5)
     problems, used = [], set[str]()
@@ -66,9 +70,8 @@ def _start_pair(adapter: LoraAdapter, path: str, module: Adapted, pair: Factors)
     """Copies one pair; what is wrong with it, if anything."""
     if path not in adapter.factors:
         return [f"the folder has no pair for {path}"]
-    shares = isinstance(module, GroupedLora) and module.shares_factors
-    if shares and adapter.expert_lora != "shared_outer":
-        return [f"the experts of the folder have factors of their own, such as those of {path}"]
+    if isinstance(module, GroupedLora) and not _has_one_factor(adapter, path, module):
+        return [f"{path} and another expert have factors of their own, which this model shares"]
     rank = pair.a.shape[0]
     found = _cut_zeros(adapter.factors[path], rank)
     if found.a.shape[0] != rank:
@@ -83,6 +86,22 @@ def _start_pair(adapter: LoraAdapter, path: str, module: Adapted, pair: Factors)
     pair.a.copy_(a)
     pair.b.copy_(b)
     return []
+
+
+def _has_one_factor(adapter: LoraAdapter, path: str, module: GroupedLora) -> bool:
+    """Whether the factor that the model's experts share is the first expert's here, too.
+
+    A PEFT folder holds it once for each of them.
+    """
+    if not module.shares_factors:
+        return True
+    first = _EXPERT.sub(".experts.0.", path)
+    if first not in adapter.factors:
+        return False
+    own, shared = adapter.factors[path], adapter.factors[first]
+    if module.split == "column":
+        return torch.equal(own.a, shared.a)
+    return torch.equal(own.b, shared.b)
 
 
 def _cut_zeros(pair: LoraFactors, rank: int) -> LoraFactors:

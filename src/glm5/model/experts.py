@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,7 +13,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
-from glm5.ops.grouped import GroupedPair, grouped_linear
+from glm5.ops.grouped import GroupedPair, grouped_linear, weighted_swiglu
 
 # What expert-tensor-parallel ranks cut of a stacked weight [experts, outputs, inputs].
 CUT_DIM = {"column": 1, "row": 2}
@@ -60,7 +59,7 @@ class GroupedExperts(nn.Module):
         Under expert tensor parallelism y is this rank's part of a sum. The host waits for nothing.
         """
         ends = _group_ends(tokens_per_expert, x.device)
-        return self.linear_fc2(_gated(self.linear_fc1(x, ends), probs), ends), None
+        return self.linear_fc2(weighted_swiglu(self.linear_fc1(x, ends), probs), ends), None
 
     def sharded_state_dict(
         self,
@@ -204,9 +203,3 @@ def _group_ends(tokens_per_expert: Tensor, device: torch.device) -> Tensor:
     if ends.device.type == device.type:
         return ends
     return ends.pin_memory().to(device, non_blocking=True)
-
-
-def _gated(y: Tensor, probs: Tensor) -> Tensor:
-    """[gate, up] [t, 2 * width] -> p * silu(gate) * up [t, width]; the last product is fp32."""
-    gate, up = y.chunk(2, dim=-1)
-    return (F.silu(gate) * up * probs.unsqueeze(-1)).to(y.dtype)

@@ -150,8 +150,7 @@ def _mlp_norm(c: Glm5Config, s: Shapes, work: Workload, *, sparse: bool) -> int:
 
 
 def _gated(rows: int, width: int, *, input_kept: bool) -> int:
-    """fc1's result; silu of one half, and a copy of the other (of experts, in its place, their
-    product before the router's weights); fc2's input."""
+    """fc1's result; silu of one half, and a copy of the other; fc2's input."""
     return BF16 * rows * width * (4 + int(input_kept))
 
 
@@ -171,11 +170,9 @@ def _experts(c: Glm5Config, s: Shapes, layout: Layout, work: Workload) -> tuple[
     shared_width = c.moe_intermediate_size * c.n_shared_experts // layout.tp
     kept = _router(c, s)
     kept += _gated(s.tokens, shared_width, input_kept=work.keeps_input("down_proj"))
-    kept += _gated(
-        s.routed,
-        c.moe_intermediate_size // layout.etp,
-        input_kept=work.keeps_input_of_experts("down_proj"),
-    )
+    # one fused operation, which keeps fc1's result alone
+    halves = 2 + int(work.keeps_input_of_experts("down_proj"))
+    kept += BF16 * s.routed * halves * (c.moe_intermediate_size // layout.etp)
     copies = 5 if s.alltoall else 4
     copy = BF16 * s.routed * c.hidden_size
     if work.keeps_input_of_experts("gate_proj", "up_proj"):

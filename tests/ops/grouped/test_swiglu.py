@@ -9,6 +9,7 @@ if not torch.cuda.is_available():
 
 from torch import Tensor
 
+from glm5.ops.grouped.gated import weighted_swiglu_reference
 from glm5.ops.grouped.swiglu import weighted_swiglu_fused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,3 +43,15 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(
             rounding = torch.finfo(mine.dtype).eps * true.abs().max()
             my_error, their_error = ((x.double() - true).abs().max() for x in (mine, other))
             assert my_error <= 2 * their_error + rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_reference_rounds_once(dtype: torch.dtype) -> None:
+    gate_up, probs = torch.randn(5, 6).to(dtype), torch.rand(5)
+    exact = plain(gate_up.double(), probs.double())
+    torch.testing.assert_close(
+        weighted_swiglu_reference(gate_up, probs),
+        exact.to(dtype),
+        rtol=torch.finfo(dtype).eps if dtype != torch.float64 else 1e-12,
+        atol=0,
+    )

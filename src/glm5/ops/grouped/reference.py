@@ -22,8 +22,10 @@ def grouped_linear_reference(
     assert edges[-1] == len(x), f"ends say {edges[-1]} rows, x has {len(x)}"
     seen = x if pair_input is None else pair_input
     parts = []
+    # unbound at once: an index each would make a gradient of the whole stack for every group
+    weights = weight.unbind()
     for group, (first, last) in enumerate(pairwise(edges)):
-        y = F.linear(x[first:last], weight[group])
+        y = F.linear(x[first:last], weights[group])
         parts.append(y + _delta(seen[first:last], pairs, group) if any(pairs) else y)
     return torch.cat(parts)
 

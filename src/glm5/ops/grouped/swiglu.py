@@ -81,9 +81,5 @@ def _options(width: int) -> dict[str, Any]:
 
 
 def weighted_swiglu_fused(gate_up: Tensor, probs: Tensor) -> Tensor:
-    """silu(gate) * up * prob of each row, computed in fp32 and rounded once (arXiv 2002.05202).
-
-    gate_up [t, 2 i]: gate before up; probs [t] fp32 -> [t, i] in the dtype of gate_up. Gradients of
-    both; kept for the backward: both. Triton: a GPU, or the interpreter.
-    """
+    """See weighted_swiglu; in Triton, for a GPU or the interpreter."""
     return _WeightedSwigluFunction.apply(gate_up, probs)
