@@ -128,8 +128,8 @@ def compile_hopper(num_pairs: int, forward: bool) -> Any:
     """The Gluon product of fc1."""
     w_block = [256, 64] if forward else [64, 256]
     arguments = {
-        "x_desc": _gluon_descriptor([64, 64]), "w_desc": _gluon_descriptor(w_block),
-        "low_desc": _gluon_descriptor([64, 64]), "out_desc": _gluon_descriptor([64, 128]),
+        "x_desc": _gluon_descriptor([128, 64]), "w_desc": _gluon_descriptor(w_block),
+        "low_desc": _gluon_descriptor([128, 64]), "out_desc": _gluon_descriptor([64, 128]),
         "factor_0": _gluon_descriptor([1, *w_block]), "factor_1": _gluon_descriptor([1, *w_block]),
         "out_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
         "group_stride_0": 1, "group_stride_1": 1,

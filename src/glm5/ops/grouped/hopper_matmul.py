@@ -1,9 +1,8 @@
 """The grouped product on Hopper: wgmma on tiles that arrive by TMA, in programs that stay.
 
-One warp loads; two warpgroups share each tile of the weight, with 64 rows of their own; the second
-one rests where the group ends within the first 64. The pairs are one more step of the depth: the
-low-rank side against the outer factor, of which TMA makes zeros where a rank has fewer than 64
-columns.
+One warp loads; two warpgroups share each tile of the weight, with 64 rows of their own. The pairs
+are one more step of the depth: the low-rank side against the outer factor, of which TMA makes
+zeros where a rank has fewer than 64 columns.
 """
 
 from functools import cache
@@ -70,15 +69,15 @@ def _load_tiles(
     done = 0
     num_tiles = num_row_tiles * num_column_tiles
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        group, first, last, column = _place(
+        group, first, _last, column = _place(
             tile, table_ptr, num_row_tiles, num_column_tiles, TOGETHER
         )
-        is_tall = last > first + 64
         for k in range(0, depth, 64):
             stage = done % STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (done // STAGES & 1) ^ 1)
-            _load_rows(x_desc, w_desc, first, k, is_tall, bar, x_smem, stage)
+            mbarrier.expect(bar, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(x_desc, [first, k], bar, x_smem.index(stage))
             place = [group * out_columns + column, k] if FORWARD else [group * depth + k, column]
             tma.async_copy_global_to_shared(w_desc, place, bar, w_smem.index(stage))
             done += 1
@@ -91,8 +90,10 @@ def _load_tiles(
                     stage = done % STAGES
                     bar = full.index(stage)
                     mbarrier.wait(empty.index(stage), (done // STAGES & 1) ^ 1)
-                    slot = p * RANK + step * 64
-                    _load_rows(low_desc, w_desc, first, slot, is_tall, bar, x_smem, stage)
+                    mbarrier.expect(bar, x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        low_desc, [first, p * RANK + step * 64], bar, x_smem.index(stage)
+                    )
                     in_part = column - PARTS[p] * part_columns if FORWARD else step * 64
                     inner = step * 64 if FORWARD else column
                     tma.async_copy_global_to_shared(
@@ -102,19 +103,6 @@ def _load_tiles(
                         ),
                     )  # fmt: skip
                     done += 1
-
-
-@gluon.jit
-def _load_rows(x_desc, w_desc, first, k, is_tall, bar, x_smem, stage):
-    """Announce a stage's bytes, and load its 64 or 128 rows."""
-    rows_bytes: gl.constexpr = x_desc.block_type.nbytes
-    w_bytes: gl.constexpr = w_desc.block_type.nbytes
-    mbarrier.expect(bar, 2 * rows_bytes + w_bytes, pred=is_tall)
-    mbarrier.expect(bar, rows_bytes + w_bytes, pred=is_tall == 0)
-    tma.async_copy_global_to_shared(x_desc, [first, k], bar, x_smem.index(stage * 2))
-    tma.async_copy_global_to_shared(
-        x_desc, [first + 64, k], bar, x_smem.index(stage * 2 + 1), pred=is_tall
-    )
 
 
 @gluon.jit
@@ -136,52 +124,38 @@ def _multiply(
             tile, table_ptr, num_row_tiles, num_column_tiles, TOGETHER
         )
         num_steps = depth // 64 + _num_tail_steps(column, part_columns, PARTS, FORWARD, RANK_STEPS)
+        acc = gl.zeros([64, 256], gl.float32, layout)
+        for i in range(num_steps):
+            stage = done % STAGES
+            mbarrier.wait(full.index(stage), done // STAGES & 1)
+            x = x_smem.index(stage).slice(which * 64, 64, 0)
+            w = w_smem.index(stage)
+            if FORWARD:
+                acc = warpgroup_mma(x, w.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
+            else:
+                acc = warpgroup_mma(x, w, acc, use_acc=i > 0, is_async=True)
+            # The product before this one is done with its stage.
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            if i > 0:
+                mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1)
+            done += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((done + STAGES - 1) % STAGES), count=1)
         row = first + which * 64
-        if row < last:
-            acc = gl.zeros([64, 256], gl.float32, layout)
-            for i in range(num_steps):
-                at = done + i
-                stage = at % STAGES
-                mbarrier.wait(full.index(stage), at // STAGES & 1)
-                x, w = x_smem.index(stage * 2 + which), w_smem.index(stage)
-                if FORWARD:
-                    acc = warpgroup_mma(x, w.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
-                else:
-                    acc = warpgroup_mma(x, w, acc, use_acc=i > 0, is_async=True)
-                # The product before this one is done with its stage.
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                if i > 0:
-                    mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), count=1)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index((done + num_steps + STAGES - 1) % STAGES), count=1)
-            _store_tile(acc, out_desc, out_ptr, staging, row, last, column, out_columns)
-        else:
-            for i in range(num_steps):
-                at = done + i
-                mbarrier.wait(full.index(at % STAGES), at // STAGES & 1)
-                # All warps saw the stage before it may be filled again.
+        halves = acc.to(out_desc.dtype).reshape([64, 2, 128]).permute([0, 2, 1]).split()
+        for half in gl.static_range(2):
+            tma.store_wait(0)
+            gl.thread_barrier()
+            staging.store(halves[half])
+            at = column + half * 128
+            if row + 64 <= last:
+                fence_async_shared()
                 gl.thread_barrier()
-                mbarrier.arrive(empty.index(at % STAGES), count=1)
-        done += num_steps
+                tma.async_copy_shared_to_global(out_desc, [row, at], staging)
+            else:
+                gl.thread_barrier()
+                _store_rows(out_ptr, staging, row, last, at, out_columns)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _store_tile(acc, out_desc, out_ptr, staging, row, last, column, out_columns):
-    """The rows before `last` of [64, 256], by halves."""
-    halves = acc.to(out_desc.dtype).reshape([64, 2, 128]).permute([0, 2, 1]).split()
-    for half in gl.static_range(2):
-        tma.store_wait(0)
-        gl.thread_barrier()
-        staging.store(halves[half])
-        at = column + half * 128
-        if row + 64 <= last:
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(out_desc, [row, at], staging)
-        else:
-            gl.thread_barrier()
-            _store_rows(out_ptr, staging, row, last, at, out_columns)
 
 
 @gluon.jit
@@ -213,7 +187,7 @@ def _grouped_matmul_hopper_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = x_desc.dtype
     w_shape: gl.constexpr = w_desc.block_type.shape
-    x_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, 64, 64], x_desc.layout)
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES, 128, 64], x_desc.layout)
     w_smem = gl.allocate_shared_memory(dtype, [STAGES, w_shape[0], w_shape[1]], w_desc.layout)
     staging = gl.allocate_shared_memory(dtype, [2, 64, 128], out_desc.layout)
     full, empty = _ring(STAGES, 1), _ring(STAGES, 2)
@@ -277,14 +251,14 @@ def grouped_matmul_hopper(
     out = x.new_empty(shape)
     if out.numel() == 0:
         return out
-    x_desc = _descriptor(x, [64, DEPTH])
+    x_desc = _descriptor(x, [ROWS, DEPTH])
     w_block = [COLUMNS, DEPTH] if forward else [DEPTH, COLUMNS]
     low_desc, factor_descs, strides = x_desc, [x_desc] * 2, [0, 0]
     parts: tuple[int, ...] = ()
     if low is not None and factors is not None:
         parts = factors.parts
         aligned = [_aligned(y) for y in factors.tensors] if forward else factors.tensors
-        low_desc = _descriptor(low, [64, DEPTH])
+        low_desc = _descriptor(low, [ROWS, DEPTH])
         # A kernel takes two descriptors of factors; one pair's is given twice.
         factor_descs = [_descriptor(y, [1, *w_block]) for y in aligned] * 2
         strides = [int(len(y) > 1) for y in factors.tensors] * 2
