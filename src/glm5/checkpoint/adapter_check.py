@@ -157,7 +157,7 @@ def _check_modules(model: "PeftModel", modules: Mapping[str, Tensor]) -> None:
 
 
 def _same_values(held: Tensor, saved: Tensor) -> bool:
-    return torch.equal(held.detach().cpu(), saved.to(held.dtype))
+    return torch.equal(held.detach().cpu(), saved.cpu().to(held.dtype))
 
 
 def _wrapped_weights(model: "PeftModel") -> Iterator[tuple[str, Any]]:

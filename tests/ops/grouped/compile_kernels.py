@@ -89,7 +89,7 @@ def compile_matmul(
             ("num_slots", "depth", "out_columns", "part_columns", "in_features"), "i32"
         ),
         "RANK": RANK, "FORWARD": forward, "HAS_BASE": True, "HAS_PAIRS": num_pairs > 0,
-        "TAIL": tail, "TAIL_STEP": min(tail, 32), "USE_TMA": True, **options,
+        "TAIL": tail, "TAIL_STEP": min(tail, triton_matmul.TAIL_STEP), "USE_TMA": True, **options,
     }  # fmt: skip
     return compile_kernel(triton_matmul._grouped_matmul_kernel, arguments, **launch)
 
@@ -122,6 +122,18 @@ def compile_sums(num_pairs: int, is_a: bool) -> Any:
     }  # fmt: skip
     options = {"num_warps": block.num_warps, "num_stages": block.num_stages}
     return compile_kernel(triton_sums._row_sums_kernel, arguments, **options)
+
+
+def compile_add_chunks(is_a: bool) -> Any:
+    """The sums of several chunks of fc1's factors."""
+    x = torch.empty(65536, WIDTH, dtype=torch.bfloat16, device="meta")
+    block = triton_sums.sum_tiles(x, _factors(2), is_a=is_a)
+    arguments = {
+        "partial_ptr": "*fp32", "ends_ptr": "*i32", "num_left": "i32", **_pairs(2), "RANK": RANK,
+        "IS_A": is_a, "BLOCK_L": block.left, "BLOCK_R": block.right, "CHUNK": 2048, "GROUPS": 32,
+    }  # fmt: skip
+    del arguments["parts"]
+    return compile_kernel(triton_sums._add_chunks_kernel, arguments, num_warps=block.num_warps)
 
 
 def compile_hopper(num_pairs: int, forward: bool) -> Any:
@@ -173,6 +185,8 @@ def main() -> None:
         "a_grads": compile_sums(2, is_a=True),
         "b_grads": compile_sums(2, is_a=False),
     }
+    for is_a in (True, False):
+        compile_add_chunks(is_a)
     print(json.dumps({name: report(kernel) for name, kernel in compiled.items()}))
 
 

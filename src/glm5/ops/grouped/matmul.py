@@ -38,6 +38,8 @@ def grouped_product(
                 x, weight, tiles, low, factors, shape, forward=forward, num_parts=num_parts
             )
     block = choose_tiles(x, tiles.block, columns)
+    if block.rows != tiles.block:
+        tiles = RowTiles.of(tiles.ends, len(x), block.rows)
     return grouped_matmul(
         x, weight, tiles, low, factors, shape, forward=forward, num_parts=num_parts, block=block
     )

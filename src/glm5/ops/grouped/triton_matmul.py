@@ -21,6 +21,9 @@ from glm5.ops.grouped.triton_factors import (
 )
 from glm5.ops.grouped.triton_tiles import RowTiles
 
+# Ranks of one step of the tail.
+TAIL_STEP = 32
+
 
 class MatmulTiles(NamedTuple):
     """A program's output tile, its step along the depth, tiles of rows that go together for the
@@ -198,7 +201,7 @@ def grouped_matmul(
         num_slots=0 if low is None else low.shape[1], depth=depth, out_columns=shape[1],
         part_columns=part_columns, in_features=shape[1], **pair_arguments,
         FORWARD=forward, HAS_BASE=weight is not None, HAS_PAIRS=has_pairs,
-        TAIL=tail, TAIL_STEP=min(tail, 32), USE_TMA=use_tma, **block_options(x, block),
+        TAIL=tail, TAIL_STEP=min(tail, TAIL_STEP), USE_TMA=use_tma, **block_options(x, block),
     )  # fmt: skip
     return out
 
@@ -217,7 +220,7 @@ def block_options(x: Tensor, block: MatmulTiles) -> dict[str, Any]:
 
 
 def choose_tiles(x: Tensor, rows: int, columns: int) -> MatmulTiles:
-    """Tiles of so many rows, by the dtype, the narrowest part and the GPU.
+    """Tiles of so many rows, or of 64, by the dtype, the narrowest part and the GPU.
 
     The widest one was the fastest of six on an H200; GPUs with less memory in a multiprocessor
     take one that fits there, which was not measured.
@@ -227,7 +230,7 @@ def choose_tiles(x: Tensor, rows: int, columns: int) -> MatmulTiles:
     is_large = _has_hopper_memory(x)
     if rows == 128 and columns >= 256 and is_large:
         return MatmulTiles(rows, 256, 64, 8, 8, 4, 1)
-    return MatmulTiles(rows, 128 if columns > 64 else 64, 64, 8, 4, 3 if is_large else 2, 2)
+    return MatmulTiles(64, 128 if columns > 64 else 64, 64, 8, 4, 4 if is_large else 2, 2)
 
 
 def _has_hopper_memory(x: Tensor) -> bool:

@@ -109,12 +109,12 @@ def _add_chunks_kernel(
     CHUNK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     group, block = tl.program_id(1), tl.program_id(2)
-    first, _, slot = tiles_before(ends_ptr, group, CHUNK, GROUPS, True)
+    first, _before, slot = tiles_before(ends_ptr, group, CHUNK, GROUPS, True)
     num_chunks = (tl.load(ends_ptr + group) - first + CHUNK - 1) // CHUNK
     if num_chunks > 1:
         lefts = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
         is_left = lefts < num_left
-        _, is_right, places = _sums_of(
+        _columns, is_right, places = _sums_of(
             factors, ranks, group_strides, group, lefts, block, num_left, RANK, IS_A, BLOCK_R
         )
         width = tl.num_programs(2) * BLOCK_R
