@@ -70,11 +70,12 @@ def _export_peft(
         folder = staging / "adapter"
         write_peft_adapter(folder, adapter, config=glm5, base_name=base_name)
         with readable_by_transformers(base, glm5) as readable:
+            device = next(model.parameters()).device
             try:
-                verify_peft_adapter(folder, readable, glm5, adapter)
+                verify_peft_adapter(folder, readable, glm5, adapter, device=device)
             except AdapterError as error:
                 raise CheckFailedError("PEFT does not load this adapter", got=error) from error
-            peft_model = load_peft_model(folder, readable, glm5)
+            peft_model = load_peft_model(folder, readable, glm5, device=device)
         token_ids = probe_tokens(glm5)
         # PEFT put its layers into the base model
         reference = peft_model.get_base_model()

@@ -75,7 +75,7 @@ def compile_matmul(
     """The main product of fc1 as launched at GLM-5's width."""
     columns = OUT // 2 if forward else WIDTH
     x = torch.empty(65536, WIDTH if forward else OUT, dtype=torch.bfloat16, device="meta")
-    block = block or triton_matmul.choose_tiles(x, 128, columns)
+    block = block or triton_matmul.choose_tiles(x, 128, columns, RANK)
     rows = [block.columns, block.depth] if forward else [block.depth, block.columns]
     options = triton_matmul.block_options(x, block) | {"UPCAST": False}
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}

@@ -127,6 +127,7 @@ HOPPER_CASES: dict[str, dict[str, Any]] = {
     "two ranks": {"sizes": [0, 5, 200, 0], "ranks": (5, 70)},
     "rank 128": {"sizes": [129, 200], "ranks": (128, 65)},
     "three pairs": {"sizes": [129, 200], "out_features": 768, "ranks": (2, 16, 3)},
+    "three wide pairs": {"sizes": [129, 200], "out_features": 768, "ranks": (2, 128, 40)},
     "up alone": {"sizes": [129, 200], "ranks": (0, 8)},
     "gate alone": {"sizes": [129, 200], "ranks": (33, 0)},
     "shared a": {"sizes": [5, 0, 2500], "ranks": (16, 16), "shared": "a"},

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from glm5.ops.grouped.triton_factors import Factors
-from glm5.ops.grouped.triton_matmul import choose_tiles, grouped_matmul
+from glm5.ops.grouped.triton_matmul import choose_tiles, grouped_matmul, tail_depth
 from glm5.ops.grouped.triton_tiles import RowTiles
 
 
@@ -37,7 +37,7 @@ def grouped_product(
             return grouped_matmul_hopper(
                 x, weight, tiles, low, factors, shape, forward=forward, num_parts=num_parts
             )
-    block = choose_tiles(x, tiles.block, columns)
+    block = choose_tiles(x, tiles.block, columns, tail_depth(factors, forward=forward))
     if block.rows != tiles.block:
         tiles = RowTiles.of(tiles.ends, len(x), block.rows)
     return grouped_matmul(

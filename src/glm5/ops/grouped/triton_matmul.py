@@ -186,13 +186,11 @@ def grouped_matmul(
             TensorDescriptor.from_tensor(given[1].view(-1, given[1].shape[2]), w_block),
         ]
     has_pairs = factors is not None and bool(factors.tensors)
-    tail = 16
     if factors is None or not has_pairs:
         pair_arguments: dict[str, Any] = _no_pairs(x)
     else:
         pair_arguments = factors.kernel_arguments()
-        together = 1 if forward else triton.next_power_of_2(len(factors.tensors))
-        tail = factors.padded_rank * together
+    tail = tail_depth(factors, forward=forward)
     num_programs = block.programs_per_sm * _num_processors(x)
     part_columns = shape[1] // num_parts
     bound = tiles.num_bound * num_parts * triton.cdiv(part_columns, block.columns)
@@ -219,16 +217,25 @@ def block_options(x: Tensor, block: MatmulTiles) -> dict[str, Any]:
     }
 
 
-def choose_tiles(x: Tensor, rows: int, columns: int) -> MatmulTiles:
-    """Tiles of so many rows, or of 64, by the dtype, the narrowest part and the GPU.
+def tail_depth(factors: Factors | None, *, forward: bool) -> int:
+    """Depth of a tile's last product: one pair's padded rank, or that of all of them."""
+    if factors is None or not factors.tensors:
+        return 16
+    together = 1 if forward else triton.next_power_of_2(len(factors.tensors))
+    return factors.padded_rank * together
 
+
+def choose_tiles(x: Tensor, rows: int, columns: int, tail: int) -> MatmulTiles:
+    """Tiles of so many rows, or of 64, by the dtype, the narrowest part, the tail and the GPU.
+
+    Tiles of 128 rows with a tail of several steps were wrong on an H200 with Triton 3.6.
     The widest one was the fastest of six on an H200; GPUs with less memory in a multiprocessor
     take one that fits there, which was not measured.
     """
     if x.element_size() != 2:
         return MatmulTiles(rows, 64, 32, 8, 4, 2, 4)
     is_large = _has_hopper_memory(x)
-    if rows == 128 and columns >= 256 and is_large:
+    if rows == 128 and columns >= 256 and tail <= TAIL_STEP and is_large:
         return MatmulTiles(rows, 256, 64, 8, 8, 4, 1)
     return MatmulTiles(64, 128 if columns > 64 else 64, 64, 8, 4, 4 if is_large else 2, 2)
 
