@@ -171,3 +171,9 @@ def test_dropout_on_absorbed_keys_and_values_is_refused(model: GPTModel) -> None
     assert find(model, "o_proj", dropout=0.1)
     with pytest.raises(AdapterError, match=r"(?s)dropout.*kv_b_proj"):
         find(model, "o_proj", "kv_b_proj", dropout=0.1)
+
+
+def test_experts_take_ranks_that_their_kernels_compute(model: GPTModel) -> None:
+    find(model, "o_proj", "up_proj", rank_pattern={"o_proj": 600, r"shared_experts\..*": 200})
+    with pytest.raises(AdapterError, match=r"(?s)routed experts.*129 for .*experts\.0\.up_proj"):
+        find(model, "up_proj", rank_pattern={r"mlp\.experts\.\d+\.up_proj": 129})

@@ -14,6 +14,7 @@ from glm5.lora.patterns import broken_patterns, first_match, matches
 from glm5.lora.spec import LoraSpec, PairSpec
 from glm5.model.linear import LatentUpProjection
 from glm5.model.names import GlobalNames, expert_name, is_stacked
+from glm5.ops.grouped import MAX_RANK
 
 # Megatron module -> the Hugging Face linears whose weights it holds, in the order of its rows.
 HF_LINEARS: dict[str, tuple[str, ...]] = {
@@ -102,6 +103,7 @@ def _matches(model: GPTModel, spec: LoraSpec, used: _Used) -> Iterator[TargetMod
             # where nothing is stacked an expert's name is the module's
             paths = [hf_path(expert_name(global_name(path), e), name) for e in experts]
             if (pair := _pair(paths, spec, used)) is not None:
+                _check_rank(paths[0], pair, stacked=stacked)
                 pairs[name] = pair
         used.targets.update(pairs)
         if pairs:
@@ -124,6 +126,17 @@ def _pair(paths: Sequence[str], spec: LoraSpec, used: _Used) -> PairSpec | None:
     alike = [path for path, pair in zip(paths, pairs, strict=True) if pair == pairs[0]]
     _check_alike(paths, alike, "lora's patterns give experts of a layer different pairs")
     return pairs[0]
+
+
+def _check_rank(path: str, pair: PairSpec, *, stacked: bool) -> None:
+    if stacked and pair.rank > MAX_RANK:
+        raise AdapterError(
+            "the rank of an adapter of routed experts is too large",
+            got=f"{pair.rank} for {path}",
+            expected=f"at most {MAX_RANK}, which the grouped kernels compute",
+            remedy=r"set lora.rank_pattern = { 'mlp\.experts\..*' = "
+            f"{MAX_RANK} }}, or lora.expert_lora = 'none'",
+        )
 
 
 def _endings(spec: LoraSpec, excluded: Iterable[str]) -> set[str]:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# The low-rank side of a tile lies in a multiprocessor's shared memory.
+MAX_RANK = 128
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedPair:
@@ -40,6 +43,7 @@ def check_inputs(
         if pair is None:
             continue
         rank = pair.a.shape[1]
+        assert rank <= MAX_RANK, f"rank {rank} of at most {MAX_RANK}"
         assert pair.a.shape[0] in (1, n) and pair.b.shape[0] in (1, n), f"{n} groups"
         assert pair.a.shape[2] == in_features, f"a {pair.a.shape}, weight {weight.shape}"
         assert pair.b.shape[1:] == (rows, rank), f"b {pair.b.shape}, {rows} rows of the weight"
