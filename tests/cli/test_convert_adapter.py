@@ -62,7 +62,9 @@ def test_what_vllm_would_drop(
     command = ["convert-adapter", tmp_path / "in", tmp_path / "out", "--to", "vllm"]
     command += ["--model", config_file]
     result = glm5(*command)
-    assert result.exit_code == 2 and "kv_b_proj" in result.err and "--without NAME" in result.err
+    assert (
+        result.exit_code == 2 and "kv_b_proj" in result.err and "--without kv_b_proj" in result.err
+    )
     assert not (tmp_path / "out").exists()
     left_out = ("kv_b_proj", "wk", "weights_proj")
     result = glm5(*command, *(word for name in left_out for word in ("--without", name)))

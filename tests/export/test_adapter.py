@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from glm5.checkpoint.adapter_io import Consumer, LoraAdapter, LoraFactors, read_adapter
 from glm5.checkpoint.ckpt_dir import find_checkpoint, read_record
+from glm5.config import Glm5Config
 from glm5.errors import AdapterError, CheckFailedError, CheckpointError
 from glm5.export import adapter as adapter_module
 from glm5.export.export import export
@@ -157,6 +158,23 @@ def test_an_engine_that_would_drop_a_linear_gets_no_folder(
     ):
         export(run_dir, tmp_path / "out", "adapter", "vllm")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_linear_is_left_out_for_an_engine_on_purpose_alone(
+    trained_run: TrainedRun, tmp_path: Path
+) -> None:
+    run_dir = trained_run("5.2", {})
+    export(run_dir, tmp_path / "out", "adapter", "vllm", without=["kv_b_proj"])
+    factors = read_adapter(tmp_path / "out", Glm5Config.from_hf_dict(config_of(run_dir))).factors
+    assert factors and not any(path.endswith("kv_b_proj") for path in factors)
+    with pytest.raises(AdapterError, match=r"does not have(?s:.*)k_proj"):
+        export(run_dir, tmp_path / "no", "adapter", "vllm", without=["k_proj"])
+    with pytest.raises(CheckpointError, match="that an engine serves"):
+        export(run_dir, tmp_path / "no", "adapter", without=["kv_b_proj"])
+
+
+def config_of(run_dir: Path) -> dict[str, Any]:
+    return read_record(find_checkpoint(run_dir)).config
 
 
 def test_for_an_engine_is_no_way_to_merge(trained_run: TrainedRun, tmp_path: Path) -> None:

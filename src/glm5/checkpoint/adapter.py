@@ -58,6 +58,9 @@ class Lazy[T](Mapping[str, T]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} names)"
+
 
 class LazyFactors(Lazy[LoraFactors]):
     """Factors that are made when they are asked for; what `specs` says of them is known before."""

@@ -44,7 +44,8 @@ def check_servable(paths: Iterable[str], engine: Engine) -> None:
             f"{engine} does not serve adapters of {', '.join(names)}: {unserved[names[0]]}",
             got=summarise(found),
             remedy="serve it with sglang or merged (`glm5 export --as merged`), train without "
-            "them, or leave them out on purpose (`glm5 convert-adapter --without NAME`)",
+            "them, or leave them out on purpose "
+            f"({' '.join(f'--without {name}' for name in names)}), which is another model",
         )
 
 

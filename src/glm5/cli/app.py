@@ -160,12 +160,22 @@ def export(
     consumer: Annotated[
         Consumer, typer.Option("--for", help="What loads the adapter; with --as adapter.")
     ] = Consumer.PEFT,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LINEAR",
+            help="Leave these linears, such as kv_b_proj, out of what an engine serves: another "
+            "model than was trained. May be repeated.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write an adapter, a merged or a plain Hugging Face checkpoint, verified by loading it."""
     from glm5.cli.export import run_export
 
-    run_export(ckpt_dir, out_dir, form.value, consumer.value, json=json)
+    run_export(
+        ckpt_dir, out_dir, form.value, consumer.value, without=tuple(without or ()), json=json
+    )
 
 
 @app.command("convert-adapter")

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from glm5.checkpoint.adapter_engines import Consumer
+from glm5.checkpoint.adapter_layout import MLP_TARGETS
+from glm5.checkpoint.adapter_settings import AdapterSettings
+from glm5.checkpoint.ckpt_dir import find_checkpoint, read_record
 from glm5.cli.output import Output
+from glm5.cli.serving import server_flags
 from glm5.export.check import ExportCheck
 from glm5.export.export import Form, export
 
 
 def run_export(
-    ckpt_dir: Path, out_dir: Path, form: Form, consumer: Consumer = "peft", *, json: bool
+    ckpt_dir: Path,
+    out_dir: Path,
+    form: Form,
+    consumer: Consumer = "peft",
+    *,
+    without: Sequence[str] = (),
+    json: bool,
 ) -> None:
     """Exports and shows what was checked before the folder appeared."""
     output = Output(json)
-    checks = export(ckpt_dir, out_dir, form, consumer)
+    checks = export(ckpt_dir, out_dir, form, consumer, without=without)
+    serving = _serving(ckpt_dir, out_dir, consumer, without)
     output.table(
         f"{out_dir} ({' for '.join([form, *_for(form, consumer).values()])})",
         ("compared", "error", "limit", ""),
@@ -27,10 +39,24 @@ def run_export(
             "as": form,
             **_for(form, consumer),
             "checks": [check.as_dict() for check in checks],
+            **serving,
         }
         if json
-        else {"folder": out_dir}
+        else {"folder": out_dir, **serving}
     )
+
+
+def _serving(
+    ckpt_dir: Path, out_dir: Path, consumer: Consumer, without: Sequence[str]
+) -> dict[str, str]:
+    """How to serve the folder."""
+    if consumer == "peft":
+        return {}
+    lora = read_record(find_checkpoint(ckpt_dir)).lora
+    assert lora is not None, "an adapter was exported"
+    kept = set(lora.targets) - set(without)
+    layout = lora.expert_lora if kept.intersection(MLP_TARGETS) else "none"
+    return {"serve with": server_flags(consumer, AdapterSettings.read(out_dir).r, layout)}
 
 
 def _for(form: Form, consumer: Consumer) -> dict[str, str]:

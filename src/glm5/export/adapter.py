@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
 
+from glm5.checkpoint.adapter import without_linears
 from glm5.checkpoint.adapter_io import (
     Consumer,
     Engine,
@@ -30,13 +32,18 @@ from glm5.parity.logits import paired_logits, probe_tokens
 
 
 def export_adapter(
-    model: GPTModel, record: CheckpointRecord, out_dir: Path, consumer: Consumer
+    model: GPTModel,
+    record: CheckpointRecord,
+    out_dir: Path,
+    consumer: Consumer,
+    without: Sequence[str] = (),
 ) -> list[ExportCheck]:
     """Writes the adapters of an fp32 model as `consumer` loads them, in the dtype they trained in.
 
     Before the folder appears it is verified. For "peft": PEFT has loaded it on the base model,
     every tensor and every weight's delta was found there, and the logits agree. For an engine: the
-    rules of its loader hold, and what is read back are the factors that trained.
+    rules of its loader hold, and what is read back are the factors that trained, short of the
+    linears in `without`.
 
     Raises:
         CheckFailedError: PEFT drops or changes something, or computes other logits; or the file
@@ -45,6 +52,7 @@ def export_adapter(
     assert record.lora is not None and record.base is not None
     adapter = trained_adapter(model, torch_dtype(record.dtype))
     if consumer != "peft":
+        adapter = without_linears(adapter, without)
         return _export_serving(model.config.glm5, record.base, out_dir, adapter, consumer)
     return _export_peft(model, record.base, out_dir, adapter)
 
@@ -54,11 +62,14 @@ def _export_serving(
 ) -> list[ExportCheck]:
     with new_folder(out_dir) as staging:
         folder = staging / "adapter"
-        write_serving_adapter(folder, adapter, engine, config=glm5, base_name=base)
+        report = write_serving_adapter(folder, adapter, engine, config=glm5, base_name=base)
         read = read_adapter(folder, glm5, "serving")
         error, limit = compare_adapters(read, adapter)
         _move_up(folder, staging)
-    return [ExportCheck(f"factors read back from the {engine} folder", error, limit)]
+    checks = [ExportCheck(f"factors read back from the {engine} folder", error, limit)]
+    if report.num_rounded:
+        checks.append(ExportCheck("linears rescaled, and rounded for it", report.num_rounded, None))
+    return checks
 
 
 def _export_peft(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from glm5.checkpoint.adapter_engines import Consumer
+from glm5.checkpoint.adapter_engines import Consumer, Engine, check_servable
 from glm5.checkpoint.atomic import check_is_free
 from glm5.checkpoint.ckpt_dir import (
     STEPS_FOLDER,
@@ -15,7 +16,7 @@ from glm5.checkpoint.ckpt_dir import (
 )
 from glm5.checkpoint.fingerprint import CONFIG, WEIGHTS, base_fingerprints, changed_inputs
 from glm5.checkpoint.hf_folder import hf_folder
-from glm5.errors import CheckpointError
+from glm5.errors import AdapterError, CheckpointError
 from glm5.export.adapter import export_adapter
 from glm5.export.check import ExportCheck
 from glm5.export.hf import export_hf
@@ -26,14 +27,20 @@ Form = Literal["adapter", "merged", "hf"]
 
 
 def export(
-    checkpoint: Path, out_dir: Path, form: Form, consumer: Consumer = "peft"
+    checkpoint: Path,
+    out_dir: Path,
+    form: Form,
+    consumer: Consumer = "peft",
+    *,
+    without: Sequence[str] = (),
 ) -> list[ExportCheck]:
     """Writes `checkpoint` (or the newest of a run) to the new folder `out_dir`, verified by
-    loading. `consumer` is what loads an adapter.
+    loading. `consumer` is what loads an adapter; for an engine the linears named in `without` are
+    left out of it.
 
     Raises:
         CheckpointError: no such checkpoint, a form that does not fit it, or `out_dir` is taken or
-        inside the checkpoint.
+        inside the checkpoint. AdapterError: the engine cannot serve what was adapted.
         CheckFailedError: what was written does not compute the same logits; it is removed.
     """
     checkpoint = find_checkpoint(checkpoint)
@@ -41,12 +48,14 @@ def export(
     check_is_free(out_dir)
     _check_place(checkpoint, out_dir)
     _check_form(checkpoint, record.kind, form)
-    _check_consumer(form, consumer)
+    _check_consumer(form, consumer, without)
+    if record.lora is not None and consumer != "peft":
+        _check_targets(record.lora.targets, consumer, without)
     _check_base(record)
     # the comparison is in fp32; written values keep the dtype that they trained in
     model = restore_model(checkpoint, record, dtype="float32")
     if form == "adapter":
-        return export_adapter(model, record, out_dir, consumer)
+        return export_adapter(model, record, out_dir, consumer, without)
     if form == "merged":
         return export_merged(model, record, out_dir)
     return export_hf(model, record, checkpoint, out_dir)
@@ -78,7 +87,25 @@ def _check_base(record: CheckpointRecord) -> None:
         )
 
 
-def _check_consumer(form: Form, consumer: Consumer) -> None:
+def _check_targets(targets: Sequence[str], engine: Engine, without: Sequence[str]) -> None:
+    """Before a model is loaded for it."""
+    if unknown := sorted(set(without) - set(targets)):
+        raise AdapterError(
+            "--without names what the adapter does not have",
+            got=", ".join(unknown),
+            expected=f"some of {', '.join(targets)}",
+        )
+    check_servable([name for name in targets if name not in without], engine)
+
+
+def _check_consumer(form: Form, consumer: Consumer, without: Sequence[str]) -> None:
+    if without and consumer == "peft":
+        raise CheckpointError(
+            "--without is for adapters that an engine serves",
+            got=f"--without {' --without '.join(without)}",
+            expected="--as adapter --for sglang, or vllm",
+            remedy="leave it out: PEFT loads every linear",
+        )
     if form != "adapter" and consumer != "peft":
         raise CheckpointError(
             f"--for {consumer} says nothing of --as {form}",
