@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from glm5.checkpoint.adapter_io import LoraAdapter, write_peft_adapter
 from glm5.checkpoint.adapter_serving import write_serving_adapter
-from glm5.checkpoint.adapter_start import start_from_adapter
+from glm5.checkpoint.adapter_start import check_adapter_folder, start_from_adapter
 from glm5.checkpoint.ckpt_dir import LoraRecord
 from glm5.checkpoint.load import load_model
 from glm5.checkpoint.trained import adapt
@@ -143,3 +144,37 @@ def test_a_router_of_another_base_is_refused(tiny_folder: TinyFolder, tmp_path: 
     saved(model, tmp_path / "a")
     with pytest.raises(AdapterError, match="differ from the base's"):
         start_from_adapter([adapted(folder, train=["router"])], tmp_path / "a")
+
+
+def test_b_is_rounded_once(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    folder = tiny_folder("5.2")
+    model = adapted(folder, targets=["o_proj"])
+    disturb(model)
+    saved(model, tmp_path / "a")
+    other = load_model(folder, dtype="bfloat16")
+    adapt([other], LoraRecord(**{**RECORD, "targets": ["o_proj"], "alpha": 3.7}), seed=0)
+    start_from_adapter([other], tmp_path / "a")
+    for (name, got), whole in zip(other.named_parameters(), model.parameters(), strict=True):
+        if name.endswith("pairs.o_proj.b"):
+            assert torch.equal(got, (whole.double() * ((6.0 / 3) / (3.7 / 3))).bfloat16())
+
+
+def test_values_that_are_no_numbers_are_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    folder = tiny_folder("5.2")
+    model = adapted(folder, targets=["o_proj"])
+    disturb(model)
+    saved(model, tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0, 0] = torch.nan
+    save_file(tensors, file)
+    with pytest.raises(AdapterError, match="NaN or infinity"):
+        start_from_adapter([adapted(folder, targets=["o_proj"])], tmp_path / "a")
+
+
+def test_what_is_no_adapter_folder_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"adapter_config\.json cannot be read"):
+        check_adapter_folder(tmp_path)
+    (tmp_path / "glm5.json").write_text("{}")
+    with pytest.raises(AdapterError, match="is a checkpoint of glm5"):
+        check_adapter_folder(tmp_path)

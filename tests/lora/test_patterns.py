@@ -48,3 +48,16 @@ def test_broken_patterns_are_told() -> None:
     assert broken_patterns(["up_proj", r"\d+"]) == []
     (problem,) = broken_patterns(["ok", "(up"])
     assert problem.startswith("'(up': ")
+
+
+def test_a_pattern_that_is_broken_as_an_ending_alone_is_told() -> None:
+    assert len(broken_patterns(["(?i)UP_PROJ"])) == 1
+    assert broken_patterns((), "(?i)model.*") == []
+    assert len(broken_patterns((), "(up")) == 1
+
+
+def test_many_patterns_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns = [rf"layers\.{i}\.up_proj" for i in range(600)]
+    assert first_match(patterns, "model.layers.599.up_proj") == patterns[-1]
+    monkeypatch.setattr("re.compile", lambda pattern: pytest.fail(f"{pattern} again"))
+    assert first_match(patterns, "model.layers.599.up_proj") == patterns[-1]

@@ -19,7 +19,6 @@ from glm5.checkpoint.adapter_serving_check import check_serving_adapter
 from glm5.checkpoint.adapter_settings import AdapterSettings
 from glm5.checkpoint.adapter_write import write_peft_adapter
 from glm5.checkpoint.atomic import check_is_free, new_folder
-from glm5.checkpoint.ckpt_dir import RECORD_FILE, STEPS_FOLDER
 from glm5.config import Glm5Config
 from glm5.errors import AdapterError
 
@@ -65,7 +64,6 @@ def convert_adapter(
     """
     source = Path(source)
     check_is_free(Path(target))
-    _check_is_adapter(source)
     if read_as in ("sglang", "vllm"):
         check_serving_adapter(source, read_as, config)
     form = read_form(source) if read_as is None else "peft" if read_as == "peft" else "serving"
@@ -91,15 +89,6 @@ def convert_adapter(
         folder.rmdir()
     ranks = [spec.rank for spec in factor_specs(adapter.factors).values()]
     return Conversion(form, adapter.expert_lora, len(ranks), max(ranks), error, serving)
-
-
-def _check_is_adapter(folder: Path) -> None:
-    if (folder / RECORD_FILE).is_file() or (folder / STEPS_FOLDER).is_dir():
-        raise AdapterError(
-            f"{folder} is a checkpoint of glm5, not an adapter folder",
-            remedy="`glm5 export CKPT_DIR OUT_DIR --as adapter --for peft|sglang|vllm` writes its "
-            "adapter at once",
-        )
 
 
 def _reduced(adapter: LoraAdapter, without: Collection[str]) -> LoraAdapter:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,8 +16,9 @@ from pydantic import (
 )
 
 from glm5.checkpoint.adapter_layout import fused_weight, peft_weight
+from glm5.checkpoint.ckpt_dir import RECORD_FILE, STEPS_FOLDER
 from glm5.errors import AdapterError
-from glm5.lora.patterns import by_pattern, matches
+from glm5.lora.patterns import broken_patterns, by_pattern, matches
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -39,15 +39,20 @@ _MUST_BE_OFF = (
 )
 
 
-def _check_pattern(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"not a regular expression: {error}") from error
+def _check_whole(pattern: str) -> str:
+    if problems := broken_patterns((), pattern):
+        raise ValueError(f"not a regular expression: {problems[0]}")
     return pattern
 
 
-Pattern = Annotated[str, AfterValidator(_check_pattern)]
+def _check_ending(pattern: str) -> str:
+    if problems := broken_patterns([pattern]):
+        raise ValueError(f"not a regular expression for endings: {problems[0]}")
+    return pattern
+
+
+WholePattern = Annotated[str, AfterValidator(_check_whole)]
+EndingPattern = Annotated[str, AfterValidator(_check_ending)]
 Names = frozenset[str]
 
 
@@ -63,20 +68,21 @@ class AdapterSettings(BaseModel):
     bias: Literal["none"] = "none"
     init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] = True
     """The other initialisations of PEFT change the base weights."""
-    target_modules: Names | Pattern | None = None
+    target_modules: Names | WholePattern | None = None
     target_parameters: Names | None = None
-    exclude_modules: Names | Pattern | None = None
+    exclude_modules: Names | WholePattern | None = None
     layers_to_transform: tuple[int, ...] | int | None = None
     modules_to_save: tuple[str, ...] | None = None
     inference_mode: bool | None = None
     """Says nothing of the weights, but that PEFT wrote the file."""
     use_rslora: bool = False
-    rank_pattern: dict[Pattern, PositiveInt] | None = None
-    alpha_pattern: dict[Pattern, FiniteFloat] | None = None
+    rank_pattern: dict[EndingPattern, PositiveInt] | None = None
+    alpha_pattern: dict[EndingPattern, FiniteFloat] | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterSettings":
         """Read adapter_config.json; AdapterError when it is absent, damaged or not plain LoRA."""
+        _check_is_adapter(folder)
         path = folder / CONFIG_FILE
         try:
             text = path.read_text(encoding="utf-8")
@@ -129,6 +135,15 @@ class AdapterSettings(BaseModel):
             if layer not in ((layers,) if isinstance(layers, int) else layers):
                 return False
         return matches(path, self.target_modules) and not matches(path, self.exclude_modules)
+
+
+def _check_is_adapter(folder: Path) -> None:
+    if (folder / RECORD_FILE).is_file() or (folder / STEPS_FOLDER).is_dir():
+        raise AdapterError(
+            f"{folder} is a checkpoint of glm5, not an adapter folder",
+            remedy="`glm5 export CKPT_DIR OUT_DIR --as adapter --for peft|sglang|vllm` writes its "
+            "adapter at once",
+        )
 
 
 def _check_is_plain(path: Path, raw: Mapping[str, Any]) -> None:

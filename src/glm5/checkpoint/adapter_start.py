@@ -12,8 +12,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from glm5.checkpoint.adapter import LoraAdapter, LoraFactors, rescaled
-from glm5.checkpoint.adapter_file import WEIGHTS_FILE
+from glm5.checkpoint.adapter_file import WEIGHTS_FILE, AdapterFile
 from glm5.checkpoint.adapter_read import read_adapter
+from glm5.checkpoint.adapter_settings import AdapterSettings
 from glm5.checkpoint.convert import fill_targets, mcore_tensors
 from glm5.checkpoint.glm5_rules import glm5_rules, hf_modules
 from glm5.checkpoint.names import summarise
@@ -25,6 +26,16 @@ from glm5.lora.factors import Adapted, Factors
 from glm5.model.names import GlobalNames
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def check_adapter_folder(folder: Path) -> None:
+    """What can be told of it before anything else is loaded.
+
+    Raises:
+        AdapterError: it is no adapter folder, or its settings or its file's header are damaged.
+    """
+    AdapterSettings.read(folder)
+    AdapterFile(folder)
 
 
 @torch.no_grad()
@@ -76,7 +87,10 @@ def _start_pair(adapter: LoraAdapter, path: str, module: Adapted, pair: Factors)
     found = _cut_zeros(adapter.factors[path], rank)
     if found.a.shape[0] != rank:
         return [f"{path} has rank {found.a.shape[0]} in the folder and {rank} in this model"]
-    found = rescaled(LoraFactors(found.a, found.b.to(pair.b.dtype), found.scale), pair.scale)
+    # the one rounding is that of the copy
+    found = rescaled(LoraFactors(found.a, found.b.double(), found.scale), pair.scale)
+    if problem := _not_finite(path, found.a, found.b.to(pair.b.dtype)):
+        return [problem]
     part, parts = module.ranks.rank(), module.ranks.size()
     a, b = found.a, found.b
     if module.split == "row":
@@ -111,6 +125,12 @@ def _cut_zeros(pair: LoraFactors, rank: int) -> LoraFactors:
     return LoraFactors(pair.a[:rank], pair.b[:, :rank], pair.scale)
 
 
+def _not_finite(name: str, *tensors: Tensor) -> str | None:
+    if all(torch.isfinite(tensor).all() for tensor in tensors):
+        return None
+    return f"{name} holds NaN or infinity, in the folder or under this lora.alpha"
+
+
 def _start_modules(adapter: LoraAdapter, model: GPTModel, folder: Path) -> list[str]:
     """Copies whole tensors; a router's bias does not train, so it must be the base's."""
     wanted = trained_modules(model)
@@ -122,6 +142,9 @@ def _start_modules(adapter: LoraAdapter, model: GPTModel, folder: Path) -> list[
         for name, tensor in wanted.items()
         if not tensor.requires_grad and not torch.equal(adapter.modules[name].to(tensor), tensor)
     ]
+    for name in wanted:
+        if problem := _not_finite(name, adapter.modules[name]):
+            return [problem]
     tensors = mcore_tensors(model)
     rules = [
         rule

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 
 
 def matches(name: str, targets: Collection[str] | str | None) -> bool:
@@ -19,10 +20,16 @@ def first_match(patterns: Iterable[str], name: str) -> str | None:
 
     An ending starts after a dot.
     """
-    for pattern in patterns:
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return pattern
-    return None
+    return next((pattern for pattern in patterns if of_ending(pattern).match(name)), None)
+
+
+@cache
+def of_ending(pattern: str) -> re.Pattern[str]:
+    """What matches a name of which `pattern` matches all, or an ending.
+
+    Kept, because `re` forgets all but 512 of them, and an adapter may have one for each linear.
+    """
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def by_pattern[T](patterns: Mapping[str, T] | None, name: str, default: T) -> T:
@@ -33,12 +40,22 @@ def by_pattern[T](patterns: Mapping[str, T] | None, name: str, default: T) -> T:
     return default if found is None else patterns[found]
 
 
-def broken_patterns(patterns: Iterable[str]) -> list[str]:
-    """What is wrong with those that are no regular expressions."""
-    problems = []
-    for pattern in patterns:
+def broken_patterns(patterns: Iterable[str], whole: str | None = None) -> list[str]:
+    """What is wrong with patterns of names or endings, and with one of `whole` names."""
+    problems = [f"{pattern!r}: {problem}" for pattern in patterns if (problem := _problem(pattern))]
+    if whole is not None:
         try:
-            re.compile(pattern)
+            re.compile(whole)
         except re.error as error:
-            problems.append(f"{pattern!r}: {error}")
+            problems.append(f"{whole!r}: {error}")
     return problems
+
+
+def _problem(pattern: str) -> str | None:
+    try:
+        # alone, too: what opens in it must close in it
+        re.compile(pattern)
+        of_ending(pattern)
+    except re.error as error:
+        return str(error)
+    return None

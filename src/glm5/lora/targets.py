@@ -170,10 +170,8 @@ def _check_dropout(module: nn.Module, spec: LoraSpec) -> None:
 
 def _check_spec(spec: LoraSpec) -> None:
     _check_names(spec.targets)
-    patterns = [*spec.rank_pattern, *spec.alpha_pattern]
-    if isinstance(spec.exclude, str):
-        patterns.append(spec.exclude)
-    if problems := broken_patterns(patterns):
+    whole = spec.exclude if isinstance(spec.exclude, str) else None
+    if problems := broken_patterns([*spec.rank_pattern, *spec.alpha_pattern], whole):
         raise AdapterError("lora's patterns are no regular expressions", got="; ".join(problems))
     ranks = [spec.adapter_rank, *spec.rank_pattern.values()]
     if min(ranks) < 1 or not 0 <= spec.dropout < 1:

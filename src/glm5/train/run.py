@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
 
-from glm5.checkpoint.adapter_start import start_from_adapter
+from glm5.checkpoint.adapter_start import check_adapter_folder, start_from_adapter
 from glm5.checkpoint.atomic import remove_partials
 from glm5.checkpoint.ckpt_dir import (
     STEPS_FOLDER,
@@ -84,6 +84,9 @@ def _train(run: RunConfig, say: Callable[[str], None], quiet: bool) -> TrainResu
     if is_writer():
         remove_partials(run.output.dir / STEPS_FOLDER)
     resume_step = find_resume_step(run)
+    start = run.lora.init_from if run.lora is not None and not resume_step else None
+    if start is not None:
+        check_adapter_folder(start)
     inputs = input_fingerprints(run, folder)
     if resume_step:
         check_inputs(step_folder(run.output.dir, resume_step), inputs)
@@ -94,9 +97,9 @@ def _train(run: RunConfig, say: Callable[[str], None], quiet: bool) -> TrainResu
         say(describe_data("eval", eval_data))
     chunks = build_trainable(run, folder)
     say(describe_model(chunks))
-    if not resume_step and run.lora is not None and run.lora.init_from is not None:
-        start_from_adapter(chunks, run.lora.init_from)
-        say(f"starting from the adapter in {run.lora.init_from}")
+    if start is not None:
+        start_from_adapter(chunks, start)
+        say(f"starting from the adapter in {start}")
     if resume_step:
         say(f"resuming from step {resume_step}")
     state = _train_state(run, chunks)

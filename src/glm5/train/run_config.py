@@ -80,6 +80,8 @@ def _to_path(value: object) -> object:
 
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_one_or_many), Field(min_length=1)]
 OnePath = Annotated[Path, BeforeValidator(_to_path)]
+# No linear is wider: a larger number is a slip, and would not fit into memory.
+Rank = Annotated[int, Field(ge=1, le=65536)]
 LoraTargets = Annotated[tuple[LoraTarget, ...], BeforeValidator(_to_tuple), Field(min_length=1)]
 
 Name = Annotated[str, Field(min_length=1)]
@@ -154,7 +156,7 @@ class DataSection(_Section):
 class LoraSection(_Section):
     """`[lora]`: train adapters only; without this table every weight trains."""
 
-    rank: Annotated[int, Field(ge=1)] = 16
+    rank: Rank = 16
     """Inner width r of the adapter: delta W = (alpha / r) B A."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale of the adapter: delta W = (alpha / r) B A."""
@@ -167,7 +169,7 @@ class LoraSection(_Section):
     """Probability that an element of an adapter's input is dropped in training."""
     use_rslora: bool = False
     """Whether the scale is alpha / sqrt(r) instead of alpha / r."""
-    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    rank_pattern: dict[str, Rank] = Field(default_factory=dict)
     """Other ranks: PEFT's patterns on the Hugging Face paths of linears."""
     alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Other alphas, likewise."""
@@ -183,7 +185,8 @@ class LoraSection(_Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems = [*self._repeated(), *self._without_effect()]
-        problems += broken_patterns(self.patterns)
+        whole = self.exclude if isinstance(self.exclude, str) else None
+        problems += broken_patterns([*self.rank_pattern, *self.alpha_pattern, *self.train], whole)
         if self.dropout and "kv_b_proj" in self.targets:
             problems.append(
                 f"dropout {self.dropout} cannot be computed for kv_b_proj: "
@@ -207,12 +210,6 @@ class LoraSection(_Section):
             f"expert_lora {self.expert_lora} does nothing: "
             f"targets has none of {', '.join(MLP_TARGETS)}"
         ]
-
-    @property
-    def patterns(self) -> list[str]:
-        """Every regular expression."""
-        whole = [self.exclude] if isinstance(self.exclude, str) else []
-        return [*self.rank_pattern, *self.alpha_pattern, *whole, *self.train]
 
 
 class LayoutSection(_Section):
