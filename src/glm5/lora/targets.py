@@ -210,6 +210,7 @@ def _check_all_used(spec: LoraSpec, used: _Used) -> None:
             raise AdapterError(
                 f"lora.{setting}: something matches no linear that could be adapted",
                 got=missed,
-                expected="names that occur in the model and, but for targets, among the targets",
-                remedy=f"remove them from lora.{setting}",
+                expected="names that occur in the model and, but for targets, among the targets; "
+                "not all excluded, and not behind an earlier pattern that matches, too",
+                remedy=f"remove them from lora.{setting}, or see lora.exclude",
             )
