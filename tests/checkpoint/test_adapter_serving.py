@@ -17,6 +17,7 @@ from glm5.checkpoint.adapter_io import (
     LoraFactors,
     ServingReport,
     adapter_linears,
+    check_serving_adapter,
     compare_adapters,
     read_adapter,
     write_serving_adapter,
@@ -230,6 +231,40 @@ def test_reads_engine_names_of_experts(config: Glm5Config, tmp_path: Path) -> No
         renamed[f"{owner}.{names[leaf]}.{side}.weight"] = tensor
     save_file(renamed, tmp_path / "out" / WEIGHTS)
     assert_same(read_adapter(tmp_path / "out", config).factors, factors)
+
+
+# --- files that nobody writes ---
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "message"),
+    [
+        ("layers.2.mlp.experts.gate_up_proj", (NUM_EXPERTS, RANK, 32), "of a linear"),
+        ("layers.2.mlp.experts.w4", (NUM_EXPERTS, RANK, 32), "of a linear"),
+        ("layers.2.mlp.experts.w1", (), "does not fit"),
+        ("layers.2.mlp.experts.w1", (NUM_EXPERTS,), "does not fit"),
+        ("layers.2.mlp.experts.w1", (NUM_EXPERTS, RANK), "does not fit"),
+        ("layers.2.mlp.experts.w2", (0, RANK, 24), "does not fit"),
+        ("layers.foo.self_attn.o_proj", (RANK, 32), "does not have"),
+        ("layers", (RANK, 32), "does not have"),
+    ],
+)
+def test_reads_no_odd_names_and_shapes(
+    module: str, shape: tuple[int, ...], message: str, config: Glm5Config, tmp_path: Path
+) -> None:
+    """Each one alone and beside good pairs; told as the reader and the engine's check see it."""
+    write(tmp_path / "out", adapter_of(make_factors(config, KINDS["q_a_proj"])), "sglang", config)
+    good = load_file(tmp_path / "out" / WEIGHTS)
+    odd = {
+        f"base_model.model.model.{module}.lora_{side}.weight": torch.ones(shape) for side in "AB"
+    }
+    for tensors in (odd, good | odd):
+        save_file(tensors, tmp_path / "out" / WEIGHTS)
+        with pytest.raises(AdapterError, match=message):
+            read_adapter(tmp_path / "out", config)
+        for engine in ENGINES:
+            with pytest.raises(AdapterError, match="would not serve"):
+                check_serving_adapter(tmp_path / "out", engine, config)
 
 
 # --- what cannot be written ---

@@ -45,8 +45,12 @@ def sort_keys(names: Iterable[str]) -> AdapterKeys:
             kind = keys.fused
         elif expert := _EXPERT.fullmatch(module):
             owner, number, leaf = expert.groups()
+            leaf = EXPERT_ALIASES.get(leaf, leaf)
+            if not number and leaf not in MLP_TARGETS:
+                keys.other[plain] = name
+                continue
             kind = keys.linears if number else keys.stacked
-            module = owner + number + EXPERT_ALIASES.get(leaf, leaf)
+            module = owner + number + leaf
         else:
             kind = keys.linears
         sides = kind.setdefault(module, {})

@@ -62,7 +62,8 @@ def module_tensors(config: Glm5Config) -> dict[str, tuple[int, ...]]:
 def is_mtp(name: str, config: Glm5Config) -> bool:
     """Whether a tensor or module lies in a layer behind the decoder's last."""
     parts = name.split(".")
-    return parts[:2] == ["model", "layers"] and int(parts[2]) >= config.num_hidden_layers
+    in_layer = parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal()
+    return in_layer and int(parts[2]) >= config.num_hidden_layers
 
 
 def peft_weight(path: str) -> str:

@@ -86,7 +86,7 @@ class _Reader:
     def read_serving(self) -> LoraAdapter:
         self._check_none(self._keys.fused, "fused experts, which PEFT alone loads")
         self._check_none(
-            self._keys.other, "what is neither lora_A nor lora_B, or one of them twice"
+            self._keys.other, "what is not lora_A or lora_B of a linear, or one of them twice"
         )
         self._check_known(self._keys.linears)
         shared = False
@@ -171,18 +171,19 @@ class _Reader:
 
     def _is_shared(self, stacked: str, side: str, name: str) -> bool:
         """Whether a 3-D tensor holds one factor for all experts of its layer."""
-        experts, *rest = self._file.shape(name)
+        shape = self._file.shape(name)
         may_be_shared = side == ("B" if stacked.endswith("down_proj") else "A")
         self._check_known([expert_path(stacked, 0)])
-        if len(rest) != 2 or experts not in {self._config.n_routed_experts, may_be_shared}:
+        sizes = {self._config.n_routed_experts} | ({1} if may_be_shared else set())
+        if len(shape) != 3 or shape[0] not in sizes:
             raise AdapterError(
                 f"{name} does not fit this model",
-                got=self._file.shape(name),
+                got=shape,
                 expected=f"{self._config.n_routed_experts} experts"
                 + (", or 1 for what they share" if may_be_shared else "")
                 + " x 2 dimensions",
             )
-        return experts == 1
+        return shape[0] == 1
 
     def _add_serving(self, path: str, sides: Mapping[str, Side]) -> None:
         if len(sides) != 2:
