@@ -6,6 +6,7 @@ the weights. What an engine fills with zeros in silence, these fill, too.
 """
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -34,7 +35,10 @@ class RejectedError(Exception):
 def load(folder: Path, engine: str, config: Glm5Config) -> Deltas:
     """Hugging Face path -> delta [out, in] of every linear that the engine has a buffer for."""
     settings = json.loads((folder / "adapter_config.json").read_text())
-    rank, scaling = settings["r"], settings["lora_alpha"] / settings["r"]
+    rank, alpha = settings["r"], settings["lora_alpha"]
+    # SGLang knows no rsLoRA
+    stabilised = engine == "vllm" and settings.get("use_rslora", False)
+    scaling = alpha / (math.sqrt(rank) if stabilised else rank)
     targets = set(settings["target_modules"])
     modules: dict[str, dict[str, Tensor]] = {}
     for name, tensor in load_file(folder / "adapter_model.safetensors").items():

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
-from glm5.checkpoint.adapter_io import Engine, check_serving_adapter
+from glm5.checkpoint.adapter_io import Engine, check_serving_adapter, read_adapter
+from glm5.checkpoint.adapter_read import read_form
 from glm5.config import Glm5Config
 from glm5.errors import AdapterError
 from tests import engine_loaders
@@ -220,7 +222,7 @@ def test_refuses(
         ({"lora_alpha": None}, "lora_alpha"),
         ({"peft_type": "IA3"}, "peft_type"),
         ({"use_dora": True}, "use_dora"),
-        ({"use_rslora": True}, "use_rslora"),
+        ({"layers_to_transform": [0]}, "layers_to_transform"),
         ({"bias": "all"}, "bias"),
         ({"rank_pattern": {"o_proj": 4}}, "rank_pattern"),
         ({"alpha_pattern": {"o_proj": 4}}, "alpha_pattern"),
@@ -243,6 +245,41 @@ def test_refuses_settings(
     edit_settings(folder, **settings)
     with pytest.raises(AdapterError, match=message):
         check_serving_adapter(folder, engine, config)
+
+
+def test_rslora_is_read_by_vllm_alone(good: Good, config: Glm5Config, tmp_path: Path) -> None:
+    for engine in ENGINES:
+        folder = Path(shutil.copytree(good("per_expert", engine), tmp_path / engine))
+        edit_settings(folder, use_rslora=True)
+    check_serving_adapter(tmp_path / "vllm", "vllm", config)
+    loaded = engine_loaders.load(tmp_path / "vllm", "vllm", config)
+    read = read_adapter(tmp_path / "vllm", config, "serving").factors
+    for path, pair in read.items():
+        assert_close(loaded[path].float(), pair.scale * pair.b @ pair.a)
+    with pytest.raises(AdapterError, match="use_rslora, which sglang does not read"):
+        check_serving_adapter(tmp_path / "sglang", "sglang", config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {"layers_to_transform": [0, 1, 2, 3, 4]},
+        {"rank_pattern": {"wk": RANK}},
+    ],
+)
+def test_settings_that_readers_read_apart(
+    settings: dict[str, Any], good: Good, config: Glm5Config, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(good("per_expert", "sglang"), tmp_path / "adapter"))
+    edit_settings(folder, **settings)
+    message = f"{next(iter(settings))}(?s:.*)--from sglang(?s:.*)--from vllm"
+    with pytest.raises(AdapterError, match=message):
+        read_adapter(folder, config)
+    with pytest.raises(AdapterError, match=message):
+        read_form(folder)
+    edit_settings(folder, **dict.fromkeys(settings, False if "use_rslora" in settings else None))
+    assert read_form(folder) == "serving"
 
 
 def test_vllm_names(good: Good, config: Glm5Config, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from glm5.checkpoint.adapter_io import compare_adapters, read_adapter
 from glm5.config import Glm5Config
-from tests.adapters import adapter_of, make_factors, write
+from tests.adapters import adapter_of, edit_settings, make_factors, write
 from tests.checkpoint.test_adapter_serving import shared_outer
 from tests.checkpoint.test_adapter_serving import write as write_serving
 from tests.cli.conftest import Glm5
@@ -112,6 +112,24 @@ def test_a_source_that_is_not_what_it_is_said_to_be(
     (tmp_path / "out" / "mine").touch()
     command[1] = tmp_path / "in"
     assert "not an empty folder" in glm5(*command).err
+
+
+def test_whose_folder_with_rslora(
+    glm5: Glm5, config_file: Path, config: Glm5Config, tmp_path: Path
+) -> None:
+    factors = make_factors(config, lambda path: not path.endswith(("wk", "_proj")))
+    write_serving(tmp_path / "in", adapter_of(factors), "vllm", config)
+    edit_settings(tmp_path / "in", use_rslora=True)
+    command = ["convert-adapter", tmp_path / "in", tmp_path / "out", "--to", "sglang"]
+    command += ["--model", config_file]
+    result = glm5(*command)
+    assert result.exit_code == 2 and "--from vllm" in result.err
+    result = glm5(*command, "--from", "sglang")
+    assert result.exit_code == 2 and "sglang does not read" in result.err
+    assert glm5(*command, "--from", "vllm").exit_code == 0
+    read = read_adapter(tmp_path / "out", config).factors
+    for path, pair in read.items():
+        assert pair.scale == pytest.approx(factors[path].scale * pair.a.shape[0] ** 0.5)
 
 
 def test_the_base_of_the_source_is_kept(

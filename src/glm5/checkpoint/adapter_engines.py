@@ -20,6 +20,21 @@ PARTNERS = {
     "up_proj": "gate_proj",
 }
 
+_UNREAD_BY_BOTH = (
+    "alpha_pattern",
+    "exclude_modules",
+    "layers_to_transform",
+    "modules_to_save",
+    "rank_pattern",
+    "target_parameters",
+)
+# Settings that an engine leaves unread, so that it would serve another adapter than they describe.
+UNREAD: dict[Engine, tuple[str, ...]] = {
+    # alpha / r whatever use_rslora says; vllm takes alpha / sqrt(r) by it
+    "sglang": (*_UNREAD_BY_BOTH, "use_rslora"),
+    "vllm": _UNREAD_BY_BOTH,
+}
+
 _FUSED_AWAY = "it fuses wk and weights_proj into one linear and maps no adapter onto it"
 _UNSERVED = {
     "sglang": {},

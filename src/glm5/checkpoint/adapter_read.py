@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from glm5.checkpoint.adapter import ExpertLora, Lazy, LoraAdapter, is_expert
+from glm5.checkpoint.adapter_engines import UNREAD
 from glm5.checkpoint.adapter_file import AdapterFile
 from glm5.checkpoint.adapter_keys import expert_path, sort_keys
 from glm5.checkpoint.adapter_layout import (
@@ -28,7 +29,8 @@ AdapterForm = Literal["peft", "serving"]
 def read_adapter(
     folder: str | Path, config: Glm5Config, form: AdapterForm | None = None
 ) -> LoraAdapter:
-    """Read a PEFT folder, or one in the layouts that SGLang and vLLM serve; None: as it looks.
+    """Read a PEFT folder, or one in the layouts that SGLang and vLLM serve; None: as it looks,
+    refused where that leaves open what its settings mean.
 
     Factors stay on disk until they are asked for, in the file's dtype, on the CPU; the inverse of
     the writers, bitwise where they pad and rescale nothing. Linears whose a and b are all zero are
@@ -46,20 +48,31 @@ def read_adapter(
     settings = AdapterSettings.read(folder)
     file = AdapterFile(folder)
     reader = _Reader(file, settings, config)
-    if (form or _form(settings)) == "peft":
+    if (form or _form(folder, settings)) == "peft":
         return reader.read_peft()
     return reader.read_serving()
 
 
 def read_form(folder: Path) -> AdapterForm:
-    """The form that a folder looks like."""
-    return _form(AdapterSettings.read(folder))
+    """The form that a folder looks like; AdapterError where its readers would read it apart."""
+    return _form(folder, AdapterSettings.read(folder))
 
 
-def _form(settings: AdapterSettings) -> AdapterForm:
+def _form(folder: Path, settings: AdapterSettings) -> AdapterForm:
     # PEFT writes all of its settings; exporters for engines write the few that those read
     of_peft = {"inference_mode", "modules_to_save", "target_parameters"}
-    return "peft" if settings.model_fields_set & of_peft else "serving"
+    if settings.model_fields_set & of_peft:
+        return "peft"
+    unread = {name for names in UNREAD.values() for name in names}
+    if told_apart := sorted(name for name in unread if getattr(settings, name)):
+        raise AdapterError(
+            f"{folder} does not tell what it is for, and not every engine reads its settings",
+            got=", ".join(told_apart),
+            expected="settings of PEFT's own, or r and lora_alpha alone",
+            remedy="name what serves it: `glm5 convert-adapter --from sglang`, `--from vllm` or "
+            "`--from peft`",
+        )
+    return "serving"
 
 
 class _Reader:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from glm5.checkpoint.adapter import is_expert
-from glm5.checkpoint.adapter_engines import PARTNERS, Engine, check_rank, check_servable
+from glm5.checkpoint.adapter_engines import PARTNERS, UNREAD, Engine, check_rank, check_servable
 from glm5.checkpoint.adapter_file import AdapterFile
 from glm5.checkpoint.adapter_keys import PREFIX, STACKED_NAMES, AdapterKeys, expert_path, sort_keys
 from glm5.checkpoint.adapter_layout import MLP_TARGETS, adapter_linears
@@ -14,25 +14,15 @@ from glm5.checkpoint.names import summarise
 from glm5.config import Glm5Config
 from glm5.errors import AdapterError
 
-# What an engine leaves unread, so that it would serve another adapter than the file describes.
-_UNREAD = (
-    "alpha_pattern",
-    "exclude_modules",
-    "layers_to_transform",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "use_rslora",
-)
-
 
 def check_serving_adapter(folder: str | Path, engine: Engine, config: Glm5Config) -> None:
     """Refuse a folder of which the engine would fill, drop or reject any part.
 
-    Settings: one r, one lora_alpha, a list of linear names. Tensors: known linears of the decoder
-    alone, in one of the float dtypes; A [r, in] and B [out, r] of each; what the engine fuses is
-    complete (q_a_proj with kv_a_proj_with_mqa, gate_proj with up_proj, every expert of a layer);
-    experts are 2-D one by one, or 3-D with the outer sides shared, never both. Values are not read.
+    Settings: one r, one lora_alpha, a list of linear names; use_rslora for vllm alone. Tensors:
+    known linears of the decoder alone, in one of the float dtypes; A [r, in] and B [out, r] of
+    each; what the engine fuses is complete (q_a_proj with kv_a_proj_with_mqa, gate_proj with
+    up_proj, every expert of a layer); experts are 2-D one by one, or 3-D with the outer sides
+    shared, never both. Values are not read.
 
     Raises AdapterError naming what is wrong.
     """
@@ -67,7 +57,7 @@ class _Check:
 
     def settings(self) -> None:
         """One rank and one alpha, and nothing that the engine would not read."""
-        for name in _UNREAD:
+        for name in UNREAD[self._engine]:
             if getattr(self._settings, name):
                 self._refuse(f"{name}, which {self._engine} does not read", "plain LoRA settings")
         if self._settings.lora_alpha <= 0:
