@@ -7,7 +7,7 @@ import pytest
 
 from glm5.checkpoint.adapter_io import compare_adapters, read_adapter
 from glm5.config import Glm5Config
-from tests.adapters import adapter_of, edit_settings, make_factors, write
+from tests.adapters import adapter_of, edit_settings, edit_tensors, make_factors, write
 from tests.checkpoint.test_adapter_serving import shared_outer
 from tests.checkpoint.test_adapter_serving import write as write_serving
 from tests.cli.conftest import Glm5
@@ -112,6 +112,19 @@ def test_a_source_that_is_not_what_it_is_said_to_be(
     (tmp_path / "out" / "mine").touch()
     command[1] = tmp_path / "in"
     assert "not an empty folder" in glm5(*command).err
+
+
+@pytest.mark.parametrize("consumer", ["peft", "sglang"])
+def test_zeros_are_told_of_the_source(
+    consumer: str, glm5: Glm5, config_file: Path, config: Glm5Config, tmp_path: Path
+) -> None:
+    factors = make_factors(config, lambda path: path.endswith("o_proj"))
+    write(tmp_path / "in", adapter_of(factors), config)
+    edit_tensors(tmp_path / "in", lambda t: t.update({k: v * 0 for k, v in t.items()}))
+    command = ["convert-adapter", tmp_path / "in", tmp_path / "out", "--to", consumer]
+    result = glm5(*command, "--model", config_file)
+    assert result.exit_code == 2 and f"{tmp_path / 'in'} holds zeros only" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_whose_folder_with_rslora(

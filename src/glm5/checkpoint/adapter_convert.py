@@ -69,6 +69,7 @@ def convert_adapter(
     form = read_form(source) if read_as is None else "peft" if read_as == "peft" else "serving"
     adapter = read_adapter(source, config, form)
     adapter = _laid_out(_reduced(adapter, without), expert_lora)
+    _check_adapts(source, adapter)
     base_name = AdapterSettings.read(source).base_model_name_or_path or base_name
     with new_folder(target) as staging:
         folder = staging / "adapter"
@@ -89,6 +90,17 @@ def convert_adapter(
         folder.rmdir()
     ranks = [spec.rank for spec in factor_specs(adapter.factors).values()]
     return Conversion(form, adapter.expert_lora, len(ranks), max(ranks), error, serving)
+
+
+def _check_adapts(source: Path, adapter: LoraAdapter) -> None:
+    """What is all zero would be read back as no adapter; no linears at all the writers refuse."""
+    pairs = adapter.factors
+    if pairs and not any(pair.a.any() or pair.b.any() for pair in pairs.values()):
+        raise AdapterError(
+            f"{source} holds zeros only, in the linears that are to be written",
+            expected="factors that are not zero, of one linear at least",
+            remedy="export a trained adapter",
+        )
 
 
 def _reduced(adapter: LoraAdapter, without: Collection[str]) -> LoraAdapter:
