@@ -36,6 +36,19 @@ def test_neither_a_file_nor_a_folder_in_use_is_free(tmp_path: Path) -> None:
     check_is_free(tmp_path / "new")
 
 
+@pytest.mark.parametrize("name", ["file/a", "file/a/b"])
+def test_no_folder_lies_in_a_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / name, Path(name)):
+        with pytest.raises(CheckpointError, match="file is a file"), new_folder(folder):
+            pytest.fail("entered")
+        with pytest.raises(CheckpointError, match="file is a file"):
+            check_is_free(folder)
+
+
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_another_process_that_was_faster_wins(tmp_path: Path, is_folder: bool) -> None:
     target = tmp_path / "a"

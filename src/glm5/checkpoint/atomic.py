@@ -20,7 +20,7 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
     A link is followed: the folder that it names appears.
 
     Raises:
-        CheckpointError: `folder` exists and is not an empty folder.
+        CheckpointError: `folder` exists and is not an empty folder, or cannot be where a file is.
     """
     # rename would not replace a link
     folder = Path(folder).resolve()
@@ -64,7 +64,15 @@ def _put_in_place(staging: Path, folder: Path) -> None:
 
 
 def check_is_free(folder: Path) -> None:
-    """Raise CheckpointError unless the folder is absent or empty."""
+    """Raise CheckpointError unless the folder is absent, and can be made, or empty."""
+    above = next((path for path in folder.parents if path.exists()), None)
+    if above is not None and not above.is_dir():
+        raise CheckpointError(
+            f"{folder} cannot be made",
+            got=f"{above} is a file",
+            expected="folders above it, or none yet",
+            remedy="choose another folder",
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(
             f"{folder} already exists and is not an empty folder",
