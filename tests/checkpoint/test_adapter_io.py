@@ -276,9 +276,29 @@ def test_read_refuses_pickle_and_damage(config: Glm5Config, tmp_path: Path) -> N
         read_adapter(folder, config)
     with pytest.raises(AdapterError, match="never loaded"):
         load_peft_model(folder, folder, config)
-    (folder / SETTINGS).write_text("[]")
-    with pytest.raises(AdapterError, match="the file is not supported"):
-        read_adapter(folder, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda text: "[]", "an object"),
+        (lambda text: "", "Invalid JSON"),
+        (lambda text: text[: len(text) // 2], "Invalid JSON"),
+        (lambda text: f"\ufeff{text}", "Invalid JSON"),
+        (lambda text: text.replace('"r":', '"R":'), "no r\n"),
+        (lambda text: text.replace('"peft_type":', '"type":'), "no peft_type\n"),
+    ],
+)
+def test_damaged_settings_are_told_so(
+    change: Callable[[str], str], got: str, config: Glm5Config, tmp_path: Path
+) -> None:
+    write(tmp_path / "adapter", make_factors(config, KINDS["q_a_proj"]), config)
+    path = tmp_path / "adapter" / SETTINGS
+    path.write_text(change(path.read_text()), encoding="utf-8")
+    with pytest.raises(
+        AdapterError, match=rf"damaged or incomplete(?s:.*){got}(?s:.*)copy or save"
+    ):
+        read_adapter(tmp_path / "adapter", config)
 
 
 def test_read_refuses_integer_tensors(config: Glm5Config, tmp_path: Path) -> None:

@@ -325,5 +325,5 @@ def test_refuses_pickle_and_damage(good: Good, config: Glm5Config, tmp_path: Pat
     with pytest.raises(AdapterError, match="never loaded"):
         check_serving_adapter(folder, "sglang", config)
     (folder / SETTINGS).write_text(json.dumps([]))
-    with pytest.raises(AdapterError, match="not supported"):
+    with pytest.raises(AdapterError, match="damaged or incomplete"):
         check_serving_adapter(folder, "sglang", config)

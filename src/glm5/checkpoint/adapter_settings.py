@@ -92,13 +92,7 @@ class AdapterSettings(BaseModel):
                 f"{path} cannot be read", got=error, remedy="give a folder that PEFT saved"
             ) from error
         except ValidationError as error:
-            first = error.errors()[0]
-            raise AdapterError(
-                f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'} is not supported",
-                got=repr(first["input"])[:200],
-                expected=first["msg"],
-                remedy="merge this adapter with PEFT and use the merged model",
-            ) from error
+            raise _refusal(path, error) from error
         _check_is_plain(path, json.loads(text))
         return settings
 
@@ -144,6 +138,25 @@ def _check_is_adapter(folder: Path) -> None:
             remedy="`glm5 export CKPT_DIR OUT_DIR --as adapter --for peft|sglang|vllm` writes its "
             "adapter at once",
         )
+
+
+def _refusal(path: Path, error: ValidationError) -> AdapterError:
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    # what lies at no place is the text itself: no JSON, or no object
+    if not where or first["type"] == "missing":
+        return AdapterError(
+            f"{path} is damaged or incomplete",
+            got=f"no {where}" if where else first["msg"],
+            expected="a JSON object with peft_type, r and lora_alpha",
+            remedy="copy or save the folder again",
+        )
+    return AdapterError(
+        f"{path}: {where} is not supported",
+        got=repr(first["input"])[:200],
+        expected=first["msg"],
+        remedy="merge this adapter with PEFT and use the merged model",
+    )
 
 
 def _check_is_plain(path: Path, raw: Mapping[str, Any]) -> None:
