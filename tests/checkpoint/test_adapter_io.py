@@ -238,6 +238,8 @@ def test_a_model_that_transformers_computes_otherwise_is_refused(
         ({"peft_type": "IA3"}, "peft_type"),
         ({"r": 0}, "r is not supported"),
         ({"r": None}, "r is not supported"),
+        ({"r": 65537}, r"r is not supported(?s:.*)less than or equal to 65536"),
+        ({"rank_pattern": {"wk": 65537}}, r"rank_pattern.wk is not supported(?s:.*)65536"),
         ({"rank_pattern": {"(": 3}}, "rank_pattern"),
         ({"target_modules": "("}, "target_modules"),
         ({"target_modules": [], "target_parameters": None}, "belong to no target"),

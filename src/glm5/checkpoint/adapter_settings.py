@@ -10,8 +10,8 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     FiniteFloat,
-    PositiveInt,
     ValidationError,
 )
 
@@ -53,6 +53,9 @@ def _check_ending(pattern: str) -> str:
 
 WholePattern = Annotated[str, AfterValidator(_check_whole)]
 EndingPattern = Annotated[str, AfterValidator(_check_ending)]
+# Wider than any linear; more is a damaged number, and no memory would hold it.
+MAX_RANK = 65536
+Rank = Annotated[int, Field(ge=1, le=MAX_RANK)]
 Names = frozenset[str]
 
 
@@ -63,7 +66,7 @@ class AdapterSettings(BaseModel):
 
     peft_type: Literal["LORA"]
     base_model_name_or_path: str | None = None
-    r: PositiveInt
+    r: Rank
     lora_alpha: FiniteFloat
     bias: Literal["none"] = "none"
     init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] = True
@@ -76,7 +79,7 @@ class AdapterSettings(BaseModel):
     inference_mode: bool | None = None
     """Says nothing of the weights, but that PEFT wrote the file."""
     use_rslora: bool = False
-    rank_pattern: dict[EndingPattern, PositiveInt] | None = None
+    rank_pattern: dict[EndingPattern, Rank] | None = None
     alpha_pattern: dict[EndingPattern, FiniteFloat] | None = None
 
     @classmethod
