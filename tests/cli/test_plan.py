@@ -11,6 +11,8 @@ from tests.parallel.processes import run_ranks
 from tests.plan.jobs import run_command
 from tests.tiny_models import TinyFolder
 
+MEMORY = ("weights", "gradients", "optimizer", "activations", "buffers", "transient")
+
 
 def test_the_best_layout_becomes_a_recipe(glm5: Glm5, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
@@ -40,13 +42,23 @@ def test_nothing_fits(glm5: Glm5, tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_layout_is_drawn(glm5: Glm5) -> None:
+def test_a_layout_is_drawn_whole(glm5: Glm5, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the width of a pipe or a log, one line for each stage."""
+    monkeypatch.setenv("COLUMNS", "80")
     split = "18,20,20,20"
     result = glm5("plan", "GLM-5.2", "--layout", "pp=4,ep=16", "--layers-per-stage", split)
     assert result.exit_code == 0
-    assert "FFFsssFsssFsssFsss" in result.out and "dddMMMMMMMMMMMMMMM" in result.out
-    assert "FsssFsssFsssFsssFsss" in result.out and "58-77" in result.out
+    lines = [line.split() for line in result.out.splitlines()]
+    assert ["0", "0-17", "FFFsssFsssFsssFsss", "dddMMMMMMMMMMMMMMM"] in lines
+    assert ["3", "58-77", "FsssFsssFsssFsssFsss", "M" * 20] in lines
+    assert ["pp", *MEMORY, "peak", "ms"] in lines
     assert "64 GPUs" in result.out
+
+
+def test_interleaved_stages_are_drawn_in_one_line(glm5: Glm5) -> None:
+    result = glm5("plan", "GLM-5.2", "--layout", "pp=4,vpp=2,ep=16")
+    lines = [" ".join(line.split()) for line in result.out.splitlines()]
+    assert "0 0-9, 38-49 FFFsssFsss FsssFsssFsss dddMMMMMMM MMMMMMMMMMMM" in lines
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,19 @@ class Output:
             table.add_row(*(_cell(value) for value in row))
         self.console.print(table)
 
+    def columns(self, title: str, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table without a frame, never cut or wrapped: text to the left, numbers to the right."""
+        left = [isinstance(cell, str) for cell in rows[0]]
+        cells = [names, *([_short(cell) for cell in row] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        self.say(title)
+        for row in cells:
+            aligned = (
+                cell.ljust(width) if to_left else cell.rjust(width)
+                for cell, width, to_left in zip(row, widths, left, strict=True)
+            )
+            self.say("  ".join(aligned).rstrip())
+
     def result(self, values: Mapping[str, Any]) -> None:
         """The result itself."""
         if self.as_json:
@@ -61,3 +74,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "[green]ok[/green]" if value else "[bold red]FAILED[/bold red]"
     return f"{value:.2e}" if isinstance(value, float) else escape(str(value))
+
+
+def _short(value: str | int | float) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)

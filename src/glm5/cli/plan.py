@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from glm5.errors import CheckFailedError, ConfigError
 from glm5.model.schedule import stage_starts
 from glm5.plan.hardware import GIB
 from glm5.plan.layouts import Placement, parse_layout, place, smallest_world
-from glm5.plan.memory import Kind
+from glm5.plan.memory import Kind, Memory
 from glm5.plan.models import read_model
-from glm5.plan.planner import Candidate, best, best_recompute, candidates
+from glm5.plan.planner import Candidate, StageFigures, best, best_recompute, candidates
 from glm5.plan.recipe import recipe
 from glm5.plan.workload import Mode, Workload
 
@@ -114,30 +114,42 @@ def _finish(output: Output, name: str, found: Sequence[Candidate], options: Plan
 
 
 def _explain(output: Output, candidate: Candidate, gpu_memory_gib: float) -> None:
+    """Draws the stages, and says what fills a GPU of each."""
+    output.columns(
+        f"{_spell(candidate.place)}, recompute {candidate.work.recompute}: layers of each stage "
+        "(F full, s shared indexer; d dense, M mixture of experts)",
+        ("pp", "layers", "indexers", "MLPs"),
+        _drawing(candidate),
+    )
+    output.columns(
+        "GiB per GPU, and milliseconds of a micro-batch at least",
+        ("pp", *(field.name for field in fields(Memory)), "peak", "ms"),
+        [(rank, *_parts(figures)) for rank, figures in enumerate(candidate.stages)],
+    )
+    output.say(
+        f"{candidate.needed / GIB:.1f} of {gpu_memory_gib:g} GiB needed on the fullest GPU; "
+        f"at most {candidate.tokens_per_second:,.0f} tokens/s on {candidate.place.gpus} GPUs"
+    )
+
+
+def _drawing(candidate: Candidate) -> list[tuple[int, str, str, str]]:
+    """One row per pipeline rank: its layers, by interleaved stage."""
     split, pp = candidate.place.layers_per_stage, candidate.place.layout.pp
     spans = [
         f"{start}-{start + n - 1}" for start, n in zip(stage_starts(split), split, strict=True)
     ]
     rows = []
     for rank, figures in enumerate(candidate.stages):
-        indexer = " ".join(_letters(chunk, 0, "sF") for chunk in figures.stage.chunks)
-        mlp = " ".join(_letters(chunk, 1, "dM") for chunk in figures.stage.chunks)
-        memory = [f"{value / GIB:.1f}" for value in asdict(figures.memory).values()]
-        peak = f"{figures.memory.peak / GIB:.1f}"
-        milliseconds = f"{figures.seconds.total * 1e3:.0f}"
-        layers = ", ".join(spans[rank::pp])
-        rows.append((rank, layers, f"{indexer}\n{mlp}", *memory, peak, milliseconds))
-    output.table(
-        f"{_spell(candidate.place)}, recompute {candidate.work.recompute}: GiB per GPU "
-        "(F full, s shared indexer; d dense, M mixture of experts)",
-        ("pp", "layers", "kinds", "weights", "gradients", "optimizer", "activations",
-         "buffers", "transient", "peak", "ms"),
-        rows,
-    )  # fmt: skip
-    output.say(
-        f"{candidate.needed / GIB:.1f} of {gpu_memory_gib:g} GiB needed on the fullest GPU; "
-        f"at most {candidate.tokens_per_second:,.0f} tokens/s on {candidate.place.gpus} GPUs"
-    )
+        indexers = " ".join(_letters(chunk, 0, "sF") for chunk in figures.stage.chunks)
+        mlps = " ".join(_letters(chunk, 1, "dM") for chunk in figures.stage.chunks)
+        rows.append((rank, ", ".join(spans[rank::pp]), indexers, mlps))
+    return rows
+
+
+def _parts(figures: StageFigures) -> tuple[float | int, ...]:
+    """GiB of each part and of all, and whole milliseconds."""
+    parts = [value / GIB for value in asdict(figures.memory).values()]
+    return *parts, figures.memory.peak / GIB, round(figures.seconds.total * 1e3)
 
 
 def _letters(chunk: Sequence[Kind], index: int, letters: str) -> str:
