@@ -34,6 +34,16 @@ def test_the_list_says_what_fits(glm5: Glm5) -> None:
     assert "tokens/s at most" in result.out and "best: " in result.out
 
 
+def test_the_parts_of_the_best_one_are_listed(glm5: Glm5) -> None:
+    arguments = ("plan", "GLM-5.2", "--gpus", 16, "--gpu-memory-gib", 180)
+    best = glm5(*arguments, "--json").json["best"]
+    lines = [line.split() for line in glm5(*arguments).out.splitlines()]
+    head = lines.index(["pp", *MEMORY, "peak", "ms"])
+    for rank, stage in enumerate(best["stages"]):
+        gib = [f"{stage['memory_bytes'][name] / 2**30:.1f}" for name in MEMORY]
+        assert lines[head + 1 + rank][: 1 + len(MEMORY)] == [str(rank), *gib]
+
+
 def test_nothing_fits(glm5: Glm5, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     result = glm5("plan", "GLM-5.2", "--gpus", 2, "--out", path)

@@ -81,6 +81,9 @@ def _choose(
         ("layout", "recompute", "GiB of tensors", "GiB needed", "tokens/s at most", "fits"),
         [_row(candidate, options.gpu_memory_gib) for candidate in found[:_SHOWN]],
     )
+    chosen = best(found, options.gpu_memory_gib)
+    if chosen is not None:
+        _explain(output, chosen, options.gpu_memory_gib)
     return _finish(output, name, found, options)
 
 
