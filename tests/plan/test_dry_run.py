@@ -1,6 +1,10 @@
 """Every rank's shard of a layout, on tiny models: right ones pass, each kind of mistake is told."""
 
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +12,9 @@ import pytest
 from glm5.checkpoint.glm5_rules import mtp_hf_names
 from glm5.checkpoint.hf_layout import hf_tensors
 from glm5.model.schedule import nearest_split
+from glm5.plan import worker
 from glm5.plan.memory import stage_elements, stages_of
+from glm5.plan.shards import ShardJob
 from glm5.plan.workload import Workload
 from glm5.runtime.distributed import Layout
 from tests.parallel.processes import run_ranks
@@ -82,3 +88,17 @@ def test_each_mistake_is_told(found: Found, name: str) -> None:
     assert text in result["text"]
     in_shards = name in ("a missing part", "read twice", "another order")
     assert result["error"] == ("CheckFailedError" if in_shards else "LayoutError")
+
+
+def test_a_worker_says_nothing(tmp_path: Path) -> None:
+    """The libraries that it imports would tell again what the main process has told."""
+    case = Case()
+    job = tmp_path / "job"
+    job.write_bytes(pickle.dumps(ShardJob(case.config(), Layout(), case.rules())))
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(worker.__file__).parents[2])!r})\n"
+        "from glm5.plan.worker import build_chunk, start_worker\n"
+        f"start_worker(open({str(job)!r}, 'rb').read()); print(len(build_chunk([0])))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")

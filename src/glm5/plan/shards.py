@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import multiprocessing
 import os
-import warnings
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from glm5.model.transformer_config import (
     torch_dtype,
 )
 from glm5.plan.published import Part, open_published
+from glm5.plan.worker import build_chunk, start_worker
 from glm5.runtime.distributed import Layout, current_layout
 from glm5.runtime.simulated import simulated_rank
 
@@ -104,8 +104,8 @@ def all_shards(job: ShardJob) -> Iterator[Shard]:
     chunks = [ranks[start : start + 4] for start in range(1, len(ranks), 4)]
     # forking would copy a process that has started threads
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _take_job, (job,)) as pool:
-        for shards in pool.map(_build_chunk, chunks):
+    with ProcessPoolExecutor(workers, context, start_worker, (pickle.dumps(job),)) as pool:
+        for shards in pool.map(build_chunk, chunks):
             yield from shards
 
 
@@ -163,19 +163,3 @@ def _coordinates() -> Coordinates:
 
 def _target(tensor: Tensor) -> Target:
     return Target(tuple(tensor.shape), partition_dim(tensor))
-
-
-_builder: ShardBuilder | None = None
-
-
-def _take_job(job: ShardJob) -> None:
-    global _builder  # noqa: PLW0603 - a worker process has one job, sent once
-    _builder = ShardBuilder(job)
-    # the first shard was built by the caller, which has heard what the libraries have to say
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-
-
-def _build_chunk(ranks: Sequence[int]) -> list[Shard]:
-    assert _builder is not None
-    return list(_builder.build(ranks))
