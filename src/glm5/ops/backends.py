@@ -141,11 +141,6 @@ def backend_report() -> list[BackendStatus]:
     return [_status(name) for name in _BACKENDS]
 
 
-def available_backends() -> tuple[str, ...]:
-    """Names of the backends that can run here; importing them takes seconds."""
-    return tuple(status.name for status in backend_report() if status.available)
-
-
 def _status(name: str) -> BackendStatus:
     try:
         get_backend(name)
