@@ -9,6 +9,8 @@ import torch
 if not torch.cuda.is_available():
     import tests.ops.triton_interpreter  # noqa: F401
 
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from glm5.ops.grouped import GroupedPair
@@ -147,3 +149,26 @@ HOPPER_CASES: dict[str, dict[str, Any]] = {
 def test_whole_tiles_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     sizes = {"out_features": 512, "in_features": 256} | HOPPER_CASES[name]
     assert_as_good_as_plain(Case(**sizes, dtype=dtype), repeat=True)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],  # to shrink takes minutes in the interpreter
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_random_shapes(data: st.DataObject, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("poisoned_empty")
+    torch.manual_seed(data.draw(st.integers(0, 2**31), "seed"))
+    ranks = tuple(data.draw(st.lists(st.integers(0, 20), max_size=2), "ranks"))
+    case = Case(
+        data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=3), "sizes"),
+        max(1, len(ranks)) * data.draw(st.integers(1, 20), "out_features of a part"),
+        data.draw(st.integers(1, 40), "in_features"),
+        ranks,
+        shared=data.draw(st.sampled_from(["", "a", "b", "ab"]), "shared"),
+        own_input=any(ranks) and data.draw(st.booleans(), "own_input"),
+    )
+    assert_as_good_as_plain(case)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -210,3 +212,22 @@ def test_bf16_on_the_gpu(h: int, d: int) -> None:
     expected = _expected(*inputs, 64)
     q, k, *others = inputs
     assert torch.equal(_select(q.bfloat16(), k.bfloat16(), *others, topk=64), expected)
+
+
+@settings(
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],  # to shrink takes minutes in the interpreter
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_random_shapes(data: st.DataObject, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("poisoned_empty")
+    t_q, t_k = data.draw(st.integers(0, 12), "t_q"), data.draw(st.integers(0, 100), "t_k")
+    h, d = data.draw(st.integers(1, 17), "h"), data.draw(st.integers(1, 20), "d")
+    topk = data.draw(st.integers(0, 80), "topk")
+    torch.manual_seed(data.draw(st.integers(0, 2**31), "seed"))
+    edges = torch.randint(0, t_k + 1, (2, t_q)).int()
+    inputs = (*_inputs(t_q, t_k, h, d), edges.amin(0), edges.amax(0))
+    assert torch.equal(_select(*inputs, topk=topk), _expected(*inputs, topk))
