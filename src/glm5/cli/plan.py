@@ -177,7 +177,9 @@ def _dry_run(output: Output, glm5: Glm5Config, placed: Placement, *, include_mtp
         "and make each again"
     )
     if done.num_left_out:
-        output.say(f"{done.num_left_out:,} tensors of the MTP layer are left out (--mtp: not)")
+        output.say(
+            f"{done.num_left_out:,} tensors of the MTP layer are left out; --mtp includes them"
+        )
     output.result({"ok": True, **asdict(done)} if output.as_json else {"verdict": "exact"})
     return 0
 
