@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from glm5.ops.sparse_mla.hopper import HopperKernels
-from glm5.ops.sparse_mla.selection import Selection, one_by_one
+from glm5.ops.sparse_mla.kernels import PortableKernels
+from glm5.ops.sparse_mla.selection import Selection
 
 # FlashMLA takes this many heads, or twice as many.
 _HEADS = 64
@@ -42,10 +43,5 @@ def flash_mla_fwd(
 class FlashMlaKernels(HopperKernels):
     """FlashMLA forward and our backward, one query a tile."""
 
-    @staticmethod
-    def select(topk_indices: Tensor, h: int, num_keys: int) -> Selection:
-        """Every query by itself."""
-        del h, num_keys
-        return one_by_one(topk_indices)
-
+    select = staticmethod(PortableKernels.select)
     forward = staticmethod(flash_mla_fwd)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from glm5.errors import BackendError
+from glm5.ops.devices import is_hopper
 from glm5.ops.sparse_mla.autograd import attend_with
 from glm5.ops.sparse_mla.cudnn import CudnnKernels
 from glm5.ops.sparse_mla.hopper import HopperKernels, queries_per_tile
 from glm5.ops.sparse_mla.inputs import check_inputs
-from glm5.ops.sparse_mla.kernels import is_hopper
 from glm5.ops.triton_backend import indexer_kl, select_topk
 
 __all__ = ["indexer_kl", "select_topk", "sparse_mla"]

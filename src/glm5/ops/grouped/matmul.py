@@ -1,8 +1,8 @@
 """Which kernel computes the grouped product of given tensors."""
 
-import torch
 from torch import Tensor
 
+from glm5.ops.devices import is_hopper
 from glm5.ops.grouped.triton_factors import Factors
 from glm5.ops.grouped.triton_matmul import choose_tiles, grouped_matmul, tail_depth
 from glm5.ops.grouped.triton_tiles import RowTiles
@@ -43,8 +43,3 @@ def grouped_product(
     return grouped_matmul(
         x, weight, tiles, low, factors, shape, forward=forward, num_parts=num_parts, block=block
     )
-
-
-def is_hopper(x: Tensor) -> bool:
-    """Whether x lies on a Hopper GPU."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glm5.ops.grouped.matmul import is_hopper
+from glm5.ops.devices import is_hopper
 from glm5.ops.grouped.triton_factors import Factors
 from glm5.ops.grouped.triton_sums import row_sums
 from glm5.ops.grouped.triton_tiles import RowTiles

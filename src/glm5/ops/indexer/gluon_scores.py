@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from glm5.ops.devices import is_hopper
+
 _BLOCK_K = 64
 _HEAD_DIM = 128
 # Query rows times heads of one program: two warpgroups of two halves of 128 columns.
@@ -213,8 +215,7 @@ def _index_scores_hopper_kernel(
 def fits_hopper(q: Tensor) -> bool:
     """Whether the Hopper kernel computes the scores of these queries."""
     return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        is_hopper(q)
         and q.dtype == torch.bfloat16
         and q.shape[2] == _HEAD_DIM
         and q.shape[1] in (4, 8, 16, 32, 64)

@@ -9,7 +9,8 @@ from cudnn.deepseek_sparse_attention import SparseAttentionBackward
 from torch import Tensor
 
 from glm5.ops.sparse_mla.hopper import HopperKernels
-from glm5.ops.sparse_mla.selection import Selection, one_by_one
+from glm5.ops.sparse_mla.kernels import PortableKernels
+from glm5.ops.sparse_mla.selection import Selection
 
 # NVIDIA's kernels read 16 bytes at a time from the start of a tensor.
 _ALIGNMENT = 16
@@ -63,10 +64,5 @@ def _aligned(x: Tensor) -> Tensor:
 class CudnnKernels(HopperKernels):
     """bf16, d_qk 576, d_v 512, 2 heads and more, one query a tile; not the same bits every time."""
 
-    @staticmethod
-    def select(topk_indices: Tensor, h: int, num_keys: int) -> Selection:
-        """Every query by itself."""
-        del h, num_keys
-        return one_by_one(topk_indices)
-
+    select = staticmethod(PortableKernels.select)
     backward = staticmethod(cudnn_bwd)

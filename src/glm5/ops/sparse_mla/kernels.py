@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from glm5.ops.devices import is_hopper
 from glm5.ops.sparse_mla import portable_bwd, portable_fwd
 from glm5.ops.sparse_mla.selection import Selection, one_by_one
 
@@ -87,8 +88,3 @@ def choose_kernels(q: Tensor, d_v: int) -> Kernels:
     from glm5.ops.sparse_mla.hopper import HopperKernels
 
     return HopperKernels()
-
-
-def is_hopper(q: Tensor) -> bool:
-    """Whether q is on a GPU of compute capability 9.0."""
-    return q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)

@@ -1,0 +1,9 @@
+"""What the kernels ask about a tensor's device."""
+
+import torch
+from torch import Tensor
+
+
+def is_hopper(x: Tensor) -> bool:
+    """Whether x is on a GPU of compute capability 9.0."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
