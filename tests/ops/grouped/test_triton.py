@@ -9,13 +9,14 @@ import torch
 if not torch.cuda.is_available():
     import tests.ops.triton_interpreter  # noqa: F401
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from glm5.ops.grouped import GroupedPair
 from glm5.ops.grouped.autograd import grouped_linear_fused
 from glm5.ops.grouped.reference import grouped_linear_reference
+from tests.ops.random_shapes import random_shapes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -151,13 +152,7 @@ def test_whole_tiles_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     assert_as_good_as_plain(Case(**sizes, dtype=dtype), repeat=True)
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.generate],  # to shrink takes minutes in the interpreter
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@random_shapes(25)
 @given(data=st.data())
 def test_random_shapes(data: st.DataObject, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("poisoned_empty")

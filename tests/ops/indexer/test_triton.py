@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from glm5.ops.indexer.selection import select_from_scores
 from glm5.ops.indexer.triton_select import select_topk
 from glm5.ops.indexer.triton_topk import select_rows
 from tests.ops import oracles
+from tests.ops.random_shapes import random_shapes
 
 # The interpreter's time goes with the size of the tiles.
 CAPACITY = 4096 if torch.cuda.is_available() else 64
@@ -214,13 +215,7 @@ def test_bf16_on_the_gpu(h: int, d: int) -> None:
     assert torch.equal(_select(q.bfloat16(), k.bfloat16(), *others, topk=64), expected)
 
 
-@settings(
-    max_examples=50,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.generate],  # to shrink takes minutes in the interpreter
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@random_shapes(50)
 @given(data=st.data())
 def test_random_shapes(data: st.DataObject, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("poisoned_empty")

@@ -8,13 +8,14 @@ import torch
 if not torch.cuda.is_available():
     import tests.ops.triton_interpreter  # noqa: F401
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from glm5.ops.sparse_mla import reference
 from glm5.ops.sparse_mla.autograd import sparse_mla
 from tests.ops import oracles
+from tests.ops.random_shapes import random_shapes
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -41,13 +42,7 @@ def _naive(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int):
     return probs @ kv[:, :d_v], torch.logsumexp(logits.float(), -1)
 
 
-@settings(
-    max_examples=50,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.generate],  # to shrink takes minutes in the interpreter
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@random_shapes(50)
 @given(data=st.data())
 def test_random_shapes(data: st.DataObject, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("poisoned_empty")
