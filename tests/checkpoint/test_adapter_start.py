@@ -98,6 +98,21 @@ def test_ranks_by_pattern_and_another_scale_keep_the_delta(
     torch.testing.assert_close(computed(other), computed(model), rtol=1e-4, atol=1e-4)
 
 
+def test_zeros_behind_a_rank_are_cut_off(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """An engine has one rank for all linears."""
+    folder = tiny_folder("5.2")
+    patterns = {"rank_pattern": {"o_proj": 5}}
+    model = adapted(folder, **patterns)
+    disturb(model)
+    adapter = trained_adapter(model, torch.float32)
+    write_serving_adapter(
+        tmp_path / "a", adapter, engine="sglang", config=model.config.glm5, base_name="base"
+    )
+    other = adapted(folder, **patterns)
+    start_from_adapter([other], tmp_path / "a")
+    torch.testing.assert_close(computed(other), computed(model), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("expert_lora", LAYOUTS)
 def test_a_peft_folder_of_shared_factors_fits_both_layouts(
     tiny_folder: TinyFolder, tmp_path: Path, expert_lora: str
@@ -154,9 +169,11 @@ def test_b_is_rounded_once(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     other = load_model(folder, dtype="bfloat16")
     adapt([other], LoraRecord(**{**RECORD, "targets": ["o_proj"], "alpha": 3.7}), seed=0)
     start_from_adapter([other], tmp_path / "a")
-    for (name, got), whole in zip(other.named_parameters(), model.parameters(), strict=True):
-        if name.endswith("pairs.o_proj.b"):
-            assert torch.equal(got, (whole.double() * ((6.0 / 3) / (3.7 / 3))).bfloat16())
+    meant = dict(model.named_parameters())
+    found = {n: p for n, p in other.named_parameters() if n.endswith("pairs.o_proj.b")}
+    assert len(found) == other.config.num_layers
+    for name, got in found.items():
+        assert torch.equal(got, (meant[name].double() * ((6.0 / 3) / (3.7 / 3))).bfloat16())
 
 
 def test_values_that_are_no_numbers_are_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
