@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Not fitted to the rows: their number changes from step to step, and would compile anew.
+_BLOCK = 1024
+
 
 class KeyLists(NamedTuple):
     """entries [t_k, n] int32: the first counts[j] of row j say where key j is in the selection, as
@@ -22,7 +25,7 @@ def bytes_per_row(num_keys: int) -> int:
     return (2 + 4) * num_keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "width"])
 def _columns_kernel(indices, lengths, columns_of, num_rows, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -32,7 +35,7 @@ def _columns_kernel(indices, lengths, columns_of, num_rows, width, BLOCK: tl.con
     tl.store(columns_of + places, columns.to(columns_of.dtype.element_ty), mask=keys >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "width"])
 def _key_lists_kernel(columns_of, entries, counts, num_rows, width, BLOCK: tl.constexpr):
     key = tl.program_id(0).to(tl.int64)
     count = tl.zeros([], dtype=tl.int32)
@@ -60,9 +63,7 @@ def key_lists(indices: Tensor, lengths: Tensor, num_keys: int) -> KeyLists:
     if num_keys == 0:
         return KeyLists(entries, counts)
     if indices.numel():
-        block = min(1024, max(16, triton.next_power_of_2(width)))
-        grid = num_rows, triton.cdiv(width, block)
-        _columns_kernel[grid](indices, lengths, columns_of, num_rows, width, BLOCK=block)
-    block = min(1024, max(16, triton.next_power_of_2(num_rows)))
-    _key_lists_kernel[(num_keys,)](columns_of, entries, counts, num_rows, width, BLOCK=block)
+        grid = num_rows, triton.cdiv(width, _BLOCK)
+        _columns_kernel[grid](indices, lengths, columns_of, num_rows, width, BLOCK=_BLOCK)
+    _key_lists_kernel[(num_keys,)](columns_of, entries, counts, num_rows, width, BLOCK=_BLOCK)
     return KeyLists(entries, counts)

@@ -1,0 +1,97 @@
+"""Every fused operation once, forward and backward, on sizes that the caller chooses."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glm5.ops.grouped import GroupedPair
+from glm5.ops.grouped.gated import weighted_swiglu
+from glm5.ops.grouped.linear import grouped_linear
+from glm5.ops.indexer.triton_select import select_topk
+from glm5.ops.indexer_kl.autograd import indexer_kl
+from glm5.ops.sparse_mla.autograd import sparse_mla
+from tests.ops import oracles
+
+Run = Callable[[], Any]
+# of the Gluon kernels, and of the portable ones
+SIZES = ((576, 512), (80, 64))
+
+
+def fused_ops(t_q: int, t_k: int, topk: int) -> Iterator[tuple[str, Run]]:
+    """(name, function) of every kernel's case; tensors are made when a function is called."""
+    for d_qk, d_v in SIZES:
+        for heads, dtype in ((64, torch.bfloat16), (8, torch.bfloat16), (65, torch.bfloat16)):
+            yield from _attention(t_q, t_k, topk, heads, d_qk, d_v, dtype)
+    yield from _attention(t_q, t_k, topk, 17, 80, 64, torch.float32)
+    for heads, d, dtype in ((32, 128, torch.bfloat16), (3, 24, torch.float32)):
+        yield (
+            f"select_topk {heads} x {d}",
+            lambda h=heads, d=d, dtype=dtype: _select(t_q, t_k, topk, h, d, dtype),
+        )
+        for dense in (False, True):
+            yield (
+                f"indexer_kl {heads} x {d}, dense {dense}",
+                lambda h=heads, d=d, s=dense: _learn(t_k, topk, h, d, s),
+            )
+    for ranks, dtype in (((), torch.bfloat16), ((16, 16), torch.bfloat16), ((5, 3), torch.float32)):
+        yield (
+            f"grouped_linear {ranks} {dtype}",
+            lambda ranks=ranks, dtype=dtype: _experts(t_k, ranks, dtype),
+        )
+
+
+def _attention(
+    t_q: int, t_k: int, topk: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Run]]:
+    def run(deterministic: bool) -> None:
+        q, kv = _leaf(t_q, heads, d_qk, dtype=dtype), _leaf(t_k, d_qk, dtype=dtype)
+        indices = oracles.random_selection(t_q, t_k, topk).cuda()
+        out, _ = sparse_mla(q, kv, indices, d_qk**-0.5, d_v, deterministic=deterministic)
+        out.backward(torch.randn_like(out))
+
+    for deterministic in (False, True):
+        name = f"sparse_mla {heads} x {d_qk} {dtype}, deterministic {deterministic}"
+        yield name, lambda repeatable=deterministic: run(repeatable)
+
+
+def _select(t_q: int, t_k: int, topk: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    ends = torch.randint(0, t_k + 1, (t_q,), device="cuda").int()
+    starts = (ends // 3).int()
+    q, k = _leaf(t_q, heads, dim, dtype=dtype), _leaf(t_k, dim, dtype=dtype)
+    weights = _leaf(t_q, heads, dtype=torch.float32)
+    return select_topk(q.detach(), k.detach(), weights.detach(), starts, ends, topk)
+
+
+def _learn(tokens: int, topk: int, heads: int, dim: int, dense: bool) -> None:
+    dtype = torch.bfloat16 if dim == 128 else torch.float32
+    d_qk, attention_heads = (576, 64) if dim == 128 else (80, 17)
+    index_q, index_k = _leaf(tokens, heads, dim, dtype=dtype), _leaf(tokens, dim, dtype=dtype)
+    weights = _leaf(tokens, heads, dtype=torch.float32)
+    q = _leaf(tokens, attention_heads, d_qk, dtype=dtype).detach()
+    kv = _leaf(tokens, d_qk, dtype=dtype).detach()
+    lse = torch.full((tokens, attention_heads), 9.0, device="cuda")
+    starts, ends = (x.cuda() for x in oracles.causal_bounds(tokens // 3, tokens - tokens // 3))
+    indices = oracles.random_selection(tokens, tokens, topk).cuda()
+    keys = {"starts": starts, "ends": ends} if dense else {"topk_indices": indices}
+    kl = indexer_kl(index_q, index_k, weights, q, kv, lse, d_qk**-0.5, **keys)
+    kl.sum().backward()
+
+
+def _experts(rows: int, ranks: tuple[int, ...], dtype: torch.dtype) -> None:
+    ends = torch.tensor([rows // 3, rows // 3, rows - 1, rows], device="cuda").int()
+    x, weight = _leaf(rows, 256, dtype=dtype), _leaf(4, 512, 256, dtype=dtype)
+    part = 512 // max(1, len(ranks))
+    pairs = [
+        GroupedPair(_leaf(4, rank, 256, dtype=dtype), _leaf(4, part, rank, dtype=dtype), 0.5)
+        for rank in ranks
+    ]
+    gate_up = grouped_linear(x, weight, ends, pairs)
+    probs = _leaf(rows, dtype=torch.float32)
+    out = weighted_swiglu(gate_up, probs)
+    out.backward(torch.randn_like(out))
+
+
+def _leaf(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
