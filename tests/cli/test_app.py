@@ -40,6 +40,12 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_version(glm5: Glm5) -> None:
+    from glm5 import __version__
+
+    assert glm5("--version").out.strip() == f"glm5 {__version__}"
+
+
 def test_help_imports_nothing_heavy() -> None:
     result = python("-c", LIGHT)
     assert result.returncode == 0, result.stderr
