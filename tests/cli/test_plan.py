@@ -82,6 +82,9 @@ def test_interleaved_stages_are_drawn_in_one_line(glm5: Glm5) -> None:
         (["--layout", "tp=8", "--gpus", "12"], "does not divide the processes"),
         (["--layout", "rank=8"], "this is not a layout"),
         (["--gpus", "8", "--dry-run"], "nothing to plan for"),
+        (["--layout", "tp=8", "--mtp"], "--mtp without --dry-run"),
+        (["--layout", "tp=8", "--dry-run", "--out", "run.toml"], "writes no run file"),
+        (["--gpus", "8", "--out", "nosuch/run.toml"], "no folder for nosuch/run.toml"),
         ([], "nothing to plan for"),
     ],
 )
@@ -89,6 +92,14 @@ def test_why_a_bad_one_is_bad(glm5: Glm5, args: list[str], text: str) -> None:
     result = glm5("plan", "GLM-5.2", *args)
     assert result.exit_code == 2
     assert text in result.err and result.out == ""
+
+
+def test_a_run_file_is_not_overwritten(glm5: Glm5, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("edited")
+    result = glm5("plan", "GLM-5.2", "--layout", "tp=8,pp=4,ep=8", "--out", path)
+    assert result.exit_code == 2 and f"{path} already exists" in result.err
+    assert path.read_text() == "edited"
 
 
 def test_an_unknown_model(glm5: Glm5, tmp_path: Path) -> None:

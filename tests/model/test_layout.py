@@ -90,3 +90,9 @@ def test_the_indexer_loss_has_a_weight(coeff: float) -> None:
 def test_an_unknown_recompute_is_not_none(kind: object) -> None:
     with pytest.raises(ConfigError, match=r"(?s)unknown kind of recompute.*none, selective, full"):
         configure(Layout(), recompute=kind)
+
+
+@pytest.mark.parametrize("kind", ["token", "Heads", "", None])
+def test_an_unknown_attention_parallel_is_not_heads(kind: object) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)unknown kind of attention_parallel.*tokens, heads"):
+        configure(Layout(tp=2), attention_parallel=kind)

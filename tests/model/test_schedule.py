@@ -24,18 +24,22 @@ def published(name: str) -> Glm5Config:
 
 
 @pytest.mark.parametrize(
-    ("split", "stage", "layer", "source"),
-    [([3, 4], 1, 3, 2), ([5, 2], 1, 5, 2), ([1, 1, 2, 3], 3, 4, 2), ([4, 2, 1], 1, 4, 2)],
+    ("split", "stage", "layer", "source", "nearest"),
+    [
+        ([3, 4], 1, 3, 2, [2, 5]),
+        ([5, 2], 1, 5, 2, [6, 1]),
+        ([1, 1, 2, 3], 3, 4, 2, [1, 1, 4, 1]),
+        ([4, 2, 1], 1, 4, 2, [2, 4, 1]),
+    ],
 )
 def test_a_stage_that_starts_on_a_shared_layer_is_named(
-    split: list[int], stage: int, layer: int, source: int
+    split: list[int], stage: int, layer: int, source: int, nearest: list[int]
 ) -> None:
     with pytest.raises(LayoutError) as caught:
         check_stages(tiny(), split)
     text = str(caught.value)
     assert f"stage {stage} starts on layer {layer}," in text
     assert f"layer {source} selects" in text
-    nearest = nearest_split(tiny(), len(split))
     assert f"use layers per stage {nearest}" in text
     check_stages(tiny(), nearest)
 
@@ -70,6 +74,12 @@ def test_splits_in_use_for_the_published_5_2_are_valid(split: list[int]) -> None
     check_stages(published("glm52.json"), split)
     layout = pipeline_layout(published("glm52.json"), len(split), split, mtp=True)
     assert [stage.count("decoder") for stage in layout] == split
+
+
+def test_the_nearest_valid_split_keeps_what_was_right() -> None:
+    """Of [10, 24, 22, 22] layers 0, 10 and 34 may start a stage; 56 becomes 54 or 58."""
+    with pytest.raises(LayoutError, match=r"use layers per stage \[10, 24, 20, 24\]"):
+        check_stages(published("glm52.json"), [10, 24, 22, 22])
 
 
 @pytest.mark.parametrize("stages", [4, 8])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from glm5.runtime.distributed import Layout
+from tests.parallel.bounds import Bounds, bounds_of
 from tests.parallel.jobs import (
     Job,
     observe,
@@ -34,6 +35,8 @@ LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
     "tp2ep2etp2": (4, Layout(tp=2, ep=2, etp=2), ("adapters",)),
     "tp2cp2ep4": (4, Layout(tp=2, cp=2, ep=4), ("adapters", "shared")),
     "tp2dp2ep2": (4, Layout(tp=2, ep=2), ("shared",)),
+    "ep4": (4, Layout(ep=4), ("adapters", "shared")),
+    "tp2cp2": (4, Layout(tp=2, cp=2), ("mtp",)),
 }
 CASES = [
     (name, recipe)
@@ -43,6 +46,12 @@ CASES = [
 ]
 # In one process there is nothing to share.
 SAME_ALONE = {"heads": "mtp"}
+
+
+def bounds(name: str) -> Bounds:
+    """How far a layout may be from one process."""
+    return bounds_of(LAYOUTS[name][1])
+
 
 One = Callable[[str], dict[str, Any]]
 Ranks = Callable[[str, str], list[dict[str, Any]]]

@@ -38,7 +38,8 @@ LAYOUTS = {
     "tp2ep2": Layout(tp=2, ep=2),
 }
 RECIPES = ("adapters", "shared", "indexer", "bf16")
-FP32_BOUND = 1e-4
+# docs/parallelism.md: at most 3.5e-6 over every layout and recipe here
+FP32_BOUND = 2e-5
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from glm5.runtime.distributed import Layout
 from tests.parallel.assemble import assemble
+from tests.parallel.bounds import LOSS_BOUND, SUMS
 from tests.parallel.budget import budget_used
-from tests.parallel.conftest import One, Ranks, results_of
+from tests.parallel.conftest import One, Ranks, bounds, results_of
 from tests.parallel.jobs import (
     Job,
     differences_after_start,
@@ -28,7 +29,7 @@ from tests.parallel.jobs import (
     write_adapter,
 )
 from tests.parallel.processes import run_ranks
-from tests.parallel.test_layouts import LOSS_BOUND, TENSOR_BOUND, exported
+from tests.parallel.test_layouts import exported
 from tests.tiny_models import assert_all_close
 
 MakeJob = Callable[..., Job]
@@ -62,7 +63,7 @@ def test_gradients_of_adapters_under_tensor_and_sequence_parallelism(
     got = chosen(assemble(ranks(name, "adapters"), "gradients", expected))
     assert len(got) == (4 if "shared" in part else 7)
     assert all(gradient.any() for gradient in got.values())
-    assert_all_close(got, chosen(expected), TENSOR_BOUND)
+    assert_all_close(got, chosen(expected), bounds(name).gradients)
 
 
 def test_the_down_projection_of_the_shared_expert_counts_once(
@@ -97,7 +98,8 @@ def test_ranks_with_the_same_parameters_share_their_optimiser(
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"), [("ep2", "adapters"), ("ep2", "indexer"), ("tp2cp2ep4", "adapters")]
+    ("name", "recipe"),
+    [("ep2", "adapters"), ("ep2", "indexer"), ("ep4", "adapters"), ("tp2cp2ep4", "adapters")],
 )
 def test_a_recipe_gives_the_same_numbers_at_any_ep(
     one: One, ranks: Ranks, name: str, recipe: str
@@ -109,7 +111,7 @@ def test_a_recipe_gives_the_same_numbers_at_any_ep(
     assert set().union(*experts) == {n for n in one(recipe)["gradients"] if ".local_experts." in n}
     assert all(rank["steps"] == found[0]["steps"] for rank in found)
     expected = one(recipe)["weights"]
-    assert_all_close(assemble(found, "weights", expected), expected, TENSOR_BOUND)
+    assert_all_close(assemble(found, "weights", expected), expected, bounds(name).weights)
 
 
 Recomputed = dict[str, list[dict[str, Any]]]
@@ -168,7 +170,7 @@ def test_a_selection_larger_than_a_shard_gives_the_same_step(
     alone, found = short
     expected = {n: g for n, g in alone["gradients"].items() if g.any()}
     got = assemble(found, "gradients", alone["gradients"])
-    assert_all_close({n: got[n] for n in expected}, expected, TENSOR_BOUND)
+    assert_all_close({n: got[n] for n in expected}, expected, SUMS.gradients)
     # what no token reached stays zero
     assert not any(got[n].any() for n in alone["gradients"].keys() - expected.keys())
     for rank in found:
@@ -191,10 +193,10 @@ def test_gradients_of_expert_adapters_under_expert_tensor_parallelism(
     got = chosen(assemble(ranks(name, "adapters"), "gradients", expected))
     # eight experts in each of four layers
     assert len(got) == 32
-    assert_all_close(got, chosen(expected), TENSOR_BOUND)
+    assert_all_close(got, chosen(expected), bounds(name).gradients)
 
 
-@pytest.mark.parametrize("name", ["ep2", "etp2", "tp2", "tp2cp2ep4", "tp2dp2ep2"])
+@pytest.mark.parametrize("name", ["ep2", "ep4", "etp2", "tp2", "tp2cp2ep4", "tp2dp2ep2"])
 def test_shared_factors_of_experts_have_the_gradient_of_all_tokens(
     one: One, ranks: Ranks, name: str
 ) -> None:
@@ -203,7 +205,7 @@ def test_shared_factors_of_experts_have_the_gradient_of_all_tokens(
     # A of gate and up, B of down, in each of four layers
     assert len(expected) == 12 and all(gradient.any() for gradient in expected.values())
     for rank in ranks(name, "shared"):
-        assert_all_close(shared_factors(rank["gradients"]), expected, TENSOR_BOUND)
+        assert_all_close(shared_factors(rank["gradients"]), expected, bounds(name).gradients)
 
 
 def test_shared_factors_stay_the_same_bits_on_all_ranks(job: MakeJob) -> None:
@@ -264,7 +266,7 @@ def test_gate_and_up_adapters_are_exported_in_order(
     got, expected = rows(job(name, "adapters")), rows(job("one", "adapters"))
     gates = [n for n in expected if "gate_proj" in n]
     assert gates
-    assert_all_close(got, expected, TENSOR_BOUND)
+    assert_all_close(got, expected, bounds(name).weights)
     for gate in gates:
         up = expected[gate.replace("gate_proj", "up_proj")]
         halves = expected[gate].chunk(2)
@@ -298,7 +300,7 @@ def test_short_documents_of_a_mixed_row_attend_densely_by_heads(job: MakeJob) ->
     assert expected["selected"] == [35] * 16
     assert {rank["tp_rank"]: rank["selected"] for rank in found} == {0: [17] * 16, 1: [18] * 16}
     gradients = assemble(found, "gradients", expected["gradients"])
-    assert_all_close(gradients, expected["gradients"], TENSOR_BOUND)
+    assert_all_close(gradients, expected["gradients"], SUMS.gradients)
     for rank in found:
         loss = rank["steps"][0]["loss"]
         assert loss == pytest.approx(expected["steps"][0]["loss"], rel=LOSS_BOUND)

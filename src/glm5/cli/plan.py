@@ -41,9 +41,11 @@ def run_plan(model: str, options: PlanOptions, *, json: bool) -> int:
     """Lists layouts, explains one, or dry-runs it; returns the exit code.
 
     Raises:
-        ConfigError, LayoutError: as in training. CheckFailedError: a dry run found a mistake.
+        ConfigError: options that do not go together, or a taken `out`. ConfigError, LayoutError: as
+        in training. CheckFailedError: a dry run found a mistake.
     """
     output = Output(json)
+    _check(options)
     name, glm5 = read_model(model)
     work = Workload(mode=options.mode, seq_len=options.seq_len)
     if options.layout is None:
@@ -56,6 +58,28 @@ def run_plan(model: str, options: PlanOptions, *, json: bool) -> int:
     candidate = best_recompute(glm5, placed, work, options.gpu_memory_gib)
     _explain(output, candidate, options.gpu_memory_gib)
     return _finish(output, name, [candidate], options)
+
+
+def _check(options: PlanOptions) -> None:
+    if options.mtp and not options.dry_run:
+        raise ConfigError(
+            "--mtp says what a dry run builds",
+            got="--mtp without --dry-run",
+            remedy="add --dry-run, or leave --mtp out",
+        )
+    out = options.out
+    if out is None:
+        return
+    if options.dry_run:
+        raise ConfigError(
+            "a dry run writes no run file",
+            got=f"--dry-run with --out {out}",
+            remedy="plan without --dry-run to write one",
+        )
+    if out.is_file() or out.is_dir():
+        raise ConfigError(f"{out} already exists", remedy="choose another name, or remove it first")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder for {out}", remedy="make the folder first")
 
 
 def _choose(

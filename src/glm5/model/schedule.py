@@ -58,7 +58,7 @@ def check_stages(glm5: Glm5Config, layers_per_stage: Sequence[int]) -> None:
                 f"layer {source} selects on another stage",
                 got=f"layers per stage {list(layers_per_stage)}",
                 expected='every stage starts on a layer whose indexer_types entry is "full"',
-                remedy=f"use layers per stage {nearest_split(glm5, len(layers_per_stage))}",
+                remedy=f"use layers per stage {_nearest(glm5, stage_starts(layers_per_stage))}",
             )
 
 
@@ -69,17 +69,23 @@ def nearest_split(glm5: Glm5Config, stages: int) -> list[int]:
         LayoutError: there are fewer full layers than stages.
     """
     total = glm5.num_hidden_layers
+    return _nearest(glm5, [stage * total / stages for stage in range(stages)])
+
+
+def _nearest(glm5: Glm5Config, wanted: Sequence[float]) -> list[int]:
+    """The split whose stages start on the full layers next to the `wanted` ones."""
     full = [layer for layer, kind in enumerate(glm5.indexer_types) if kind == "full"]
-    if len(full) < stages:
+    if len(full) < len(wanted):
         raise LayoutError(
             "too many pipeline stages",
-            got=stages,
+            got=len(wanted),
             expected=f"at most {len(full)}, the number of layers with an indexer",
             remedy="use fewer stages",
         )
     starts = [0]
-    for stage in range(1, stages):
-        rest = stages - stage - 1
+    for stage, start in enumerate(wanted[1:], 1):
+        rest = len(wanted) - stage - 1
         candidates = [layer for layer in full[: len(full) - rest] if layer > starts[-1]]
-        starts.append(min(candidates, key=lambda layer: abs(layer - stage * total / stages)))
-    return [after - start for start, after in zip(starts, [*starts[1:], total], strict=True)]
+        starts.append(min(candidates, key=lambda layer: abs(layer - start)))
+    ends = [*starts[1:], glm5.num_hidden_layers]
+    return [after - start for start, after in zip(starts, ends, strict=True)]

@@ -81,13 +81,20 @@ def glm5_transformer_config(
 
     Raises:
         BackendError: `backend` is unknown or cannot run here.
-        ConfigError: `recompute` is unknown, or `indexer_loss_coeff` is negative or no number.
+        ConfigError: `recompute` or `attention_parallel` is unknown, or `indexer_loss_coeff` is
+        negative or no number.
         LayoutError: the model cannot be split as the layout or `layers_per_stage` says.
     """
     get_backend(backend)
     if not (indexer_loss_coeff >= 0 and math.isfinite(indexer_loss_coeff)):
         raise ConfigError(
             "indexer_loss_coeff is no weight", got=indexer_loss_coeff, expected="a number from 0 up"
+        )
+    if attention_parallel not in get_args(AttentionParallel):
+        raise ConfigError(
+            "unknown kind of attention_parallel",
+            got=repr(attention_parallel),
+            expected=", ".join(get_args(AttentionParallel)),
         )
     check_layout(glm5, layout)
     stages = pipeline_layout(glm5, layout.pp * layout.vpp, layers_per_stage, mtp=include_mtp)
