@@ -1,10 +1,12 @@
-"""Checks on GPUs that every layout of two computes what one does; run by torchrun, twice.
+"""Checks on GPUs that every layout of two computes what one does; run by torchrun, three times.
 
-    torchrun --nproc_per_node 1 -m tests.parallel.nccl FOLDER
-    torchrun --nproc_per_node 2 -m tests.parallel.nccl FOLDER
+    torchrun --nproc_per_node 1 -m tests.parallel.nccl FOLDER one
+    torchrun --nproc_per_node 2 -m tests.parallel.nccl FOLDER layouts
+    torchrun --nproc_per_node 1 -m tests.parallel.nccl FOLDER exports
 
-The first run makes the model and notes what one GPU finds, the second one compares. It exits with
-an error when a layout is off by more than its budget.
+The first run makes the model and notes what one GPU finds, the second one compares, the third one
+compares what is exported of the checkpoints that both saved. They exit with an error when a layout
+is off by more than its budget.
 
 fp32: kernels and ranks add in another order, so tensors differ by rounding. bf16: the budget is the
 error that one GPU makes itself, measured against its own fp32 run. The model of the bf16 cases has
@@ -25,6 +27,7 @@ from glm5.cli.quiet import quiet_libraries
 from glm5.runtime.distributed import Layout, default_device, ensure_distributed, shut_down
 from tests.parallel.assemble import assemble
 from tests.parallel.budget import budget_used, largest_error
+from tests.parallel.exports import exported
 from tests.parallel.jobs import Job, observe, without_decisions
 
 LAYOUTS = {
@@ -37,7 +40,8 @@ LAYOUTS = {
     "etp2": Layout(etp=2),
     "tp2ep2": Layout(tp=2, ep=2),
 }
-RECIPES = ("adapters", "shared", "indexer", "bf16")
+FP32_RECIPES = ("adapters", "shared", "indexer")
+RECIPES = (*FP32_RECIPES, "bf16")
 # docs/parallelism.md: at most 3.5e-6 over every layout and recipe here
 FP32_BOUND = 2e-5
 
@@ -60,22 +64,25 @@ class Line:
 
 def find(folder: Path, name: str, recipe: str) -> dict[str, Any]:
     """What this rank finds; leaves no parallel state behind."""
-    plain, undecided = folder / "tiny", folder / "undecided"
-    decided = recipe in ("adapters", "shared", "indexer")
-    layout = LAYOUTS.get(name, Layout())
     try:
-        return observe(Job(plain if decided else undecided, folder / name / recipe, layout, recipe))
+        return observe(job(folder, name, recipe))
     finally:
         parallel_state.destroy_model_parallel()
 
 
-def note_one(folder: Path) -> None:
+def job(folder: Path, name: str, recipe: str) -> Job:
+    model = folder / ("tiny" if recipe in FP32_RECIPES else "undecided")
+    return Job(model, folder / name / recipe, LAYOUTS.get(name, Layout()), recipe)
+
+
+def note_one(folder: Path) -> bool:
     """The reference: one GPU in fp32 and in bf16."""
     folder.mkdir(parents=True)
     write_tiny(folder / "tiny", "5.2")
     without_decisions(folder / "tiny", folder / "undecided")
     found = {recipe: find(folder, "one", recipe) for recipe in (*RECIPES, "exact")}
     torch.save(found, folder / "one.pt")
+    return True
 
 
 def compare(folder: Path) -> bool:
@@ -93,6 +100,18 @@ def compare(folder: Path) -> bool:
                 print(line, "ok" if line.ok else "FAILED", flush=True)
                 good &= line.ok
             dist.barrier()
+    return good
+
+
+def export(folder: Path) -> bool:
+    """Prints one line for each layout and recipe in fp32: how far its export is from one GPU's."""
+    good = True
+    for recipe in FP32_RECIPES:
+        one = dict(exported(job(folder, "one", recipe)))
+        for name in LAYOUTS:
+            error = largest_error(dict(exported(job(folder, name, recipe))), one)
+            print(f"export of {name}, {recipe}: {error:.1e}", flush=True)
+            good &= error <= FP32_BOUND
     return good
 
 
@@ -114,15 +133,10 @@ def judge(name: str, recipe: str, ranks: list[dict[str, Any]], one: dict[str, An
 
 def main() -> int:
     quiet_libraries()
-    folder = Path(sys.argv[1])
-    device = default_device()
-    ensure_distributed(device)
+    folder, what = Path(sys.argv[1]), {"one": note_one, "layouts": compare, "exports": export}
+    ensure_distributed(default_device())
     parallel_state.destroy_model_parallel()
-    good = True
-    if dist.get_world_size() == 1:
-        note_one(folder)
-    else:
-        good = compare(folder)
+    good = what[sys.argv[2]](folder)
     shut_down()
     return 0 if good else 1
 

@@ -14,6 +14,7 @@ from tests.parallel.assemble import assemble
 from tests.parallel.bounds import LOSS_BOUND, SUMS
 from tests.parallel.budget import budget_used
 from tests.parallel.conftest import One, Ranks, bounds, results_of
+from tests.parallel.exports import exported
 from tests.parallel.jobs import (
     Job,
     differences_after_start,
@@ -29,7 +30,6 @@ from tests.parallel.jobs import (
     write_adapter,
 )
 from tests.parallel.processes import run_ranks
-from tests.parallel.test_layouts import exported
 from tests.tiny_models import assert_all_close
 
 MakeJob = Callable[..., Job]

@@ -3,22 +3,16 @@
 All in fp32; `tests/parallel/bounds.py` says by how much the numbers of each layout differ, and why.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from glm5.checkpoint.ckpt_dir import read_record, step_folder
-from glm5.checkpoint.convert import hf_weights, mcore_tensors
-from glm5.checkpoint.glm5_rules import glm5_rules
-from glm5.export.factors import trained_adapter
-from glm5.export.restore import restore_model
 from tests.parallel.assemble import assemble
 from tests.parallel.bounds import LOSS_BOUND, NORM_BOUND
 from tests.parallel.conftest import CASES, SAME_ALONE, One, Ranks, bounds, results_of
+from tests.parallel.exports import exported
 from tests.parallel.jobs import LAST_STEP, Job, one_step_more, resumed_steps
 from tests.parallel.processes import run_ranks
 from tests.tiny_models import assert_all_close
@@ -104,24 +98,6 @@ def test_one_process_exports_what_the_layout_saved(
     ranks(name, recipe), one(recipe)
     expected = dict(exported(job("one", SAME_ALONE.get(recipe, recipe))))
     assert_all_close(dict(exported(job(name, recipe))), expected, bounds(name).weights)
-
-
-def exported(job: Job) -> Iterator[tuple[str, Tensor]]:
-    """Tensors under their Hugging Face names, as the exports write them."""
-    checkpoint = step_folder(job.out_dir, LAST_STEP)
-    record = read_record(checkpoint)
-    model = restore_model(checkpoint, record, "float32")
-    if record.kind == "adapter":
-        adapter = trained_adapter(model, torch.float32)
-        for path, factors in adapter.factors.items():
-            yield f"{path}.a", factors.a
-            yield f"{path}.b", factors.b
-        yield from adapter.modules.items()
-        return
-    for hf_name, tensor in hf_weights(
-        mcore_tensors(model), glm5_rules(model.config.glm5, include_mtp=record.include_mtp)
-    ):
-        yield hf_name, tensor.detach().clone()
 
 
 def test_the_comparisons_can_fail(one: One, ranks: Ranks) -> None:
