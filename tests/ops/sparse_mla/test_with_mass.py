@@ -25,17 +25,7 @@ SCALE = 0.3
 FUNCTIONS = [reference.sparse_mla_with_mass, autograd.sparse_mla_with_mass]
 
 
-def _oracle(q: Tensor, kv: Tensor, topk_indices: Tensor) -> Tensor:
-    """Row by row, entry by entry."""
-    mass = torch.zeros(topk_indices.shape, dtype=torch.float64)
-    for i, row in enumerate(topk_indices):
-        entries = row >= 0
-        logits = q[i].double() @ kv[row[entries].long()].double().T * SCALE
-        mass[i, entries] = torch.softmax(logits, -1).sum(0)
-    return mass
-
-
-def _holed(t_q: int, t_k: int, topk: int) -> Tensor:
+def _selection(t_q: int, t_k: int, topk: int) -> Tensor:
     """As oracles.random_selection; the last row descends."""
     indices = oracles.random_selection(t_q, t_k, topk)
     if t_q:
@@ -62,10 +52,12 @@ def _holed(t_q: int, t_k: int, topk: int) -> Tensor:
 def test_equals_softmaxes_summed_over_heads(
     function: Callable[..., Any], t_q: int, t_k: int, h: int, d_qk: int, d_v: int, topk: int
 ) -> None:
-    q, kv, indices = torch.randn(t_q, h, d_qk), torch.randn(t_k, d_qk), _holed(t_q, t_k, topk)
+    q, kv, indices = torch.randn(t_q, h, d_qk), torch.randn(t_k, d_qk), _selection(t_q, t_k, topk)
     _, _, mass = function(q, kv, indices, SCALE, d_v)
     assert mass.dtype == torch.float32
-    torch.testing.assert_close(mass.double(), _oracle(q, kv, indices), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        mass.double(), oracles.mass(q, kv, indices, SCALE), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -73,7 +65,7 @@ def test_equals_softmaxes_summed_over_heads(
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_attention_itself_does_not_change(module: Any, deterministic: bool) -> None:
     q, kv = torch.randn(5, 17, 20), torch.randn(9, 20)
-    indices, grad, found = _holed(5, 9, 6), torch.randn(5, 17, 16), []
+    indices, grad, found = _selection(5, 9, 6), torch.randn(5, 17, 16), []
     for function in (module.sparse_mla, module.sparse_mla_with_mass):
         leaves = q.clone().requires_grad_(), kv.clone().requires_grad_()
         out, lse, *mass = function(*leaves, indices, SCALE, 16, deterministic=deterministic)
@@ -87,7 +79,9 @@ def test_an_entry_without_a_key_between_others_gets_nothing(function: Callable[.
     q, kv = torch.randn(2, 3, 6), torch.randn(5, 6)
     indices = torch.tensor([[4, -1, 1], [-1, -1, 2]], dtype=torch.int32)
     mass = function(q, kv, indices, SCALE, 4)[2]
-    torch.testing.assert_close(mass.double(), _oracle(q, kv, indices), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        mass.double(), oracles.mass(q, kv, indices, SCALE), atol=1e-5, rtol=1e-5
+    )
     assert (mass[indices < 0] == 0).all()
 
 
@@ -154,7 +148,7 @@ def test_heads_of_shared_and_of_several_tiles(
 ) -> None:
     monkeypatch.setattr(with_mass, "PROB_BYTES", budget)
     t_q, t_k = 2 * together + 1, 200
-    q, kv, indices = torch.randn(t_q, h, 6), torch.randn(t_k, 6), _holed(t_q, t_k, 150)
+    q, kv, indices = torch.randn(t_q, h, 6), torch.randn(t_k, 6), _selection(t_q, t_k, 150)
     kernels = SharedTiles()
     kernels.together = together
     results = autograd.attend_with_mass(kernels, q, kv, indices, SCALE, 4)
@@ -200,7 +194,7 @@ def test_bf16_error_is_at_most_twice_that_of_plain_pytorch(
     monkeypatch.setattr(with_mass, "_chunk", lambda *_: chunk_rows)
     t_q, t_k = 37, 400
     q, kv = torch.randn(t_q, h, d_qk).bfloat16(), torch.randn(t_k, d_qk).bfloat16()
-    indices, scale = _holed(t_q, t_k, 300).cuda(), d_qk**-0.5
+    indices, scale = _selection(t_q, t_k, 300).cuda(), d_qk**-0.5
     q, kv = q.cuda(), kv.cuda()
     exact = reference.sparse_mla_with_mass(q.double(), kv.double(), indices, scale, d_v)
     logits = torch.einsum("thd,tnd->thn", q, kv[indices.clamp(min=0).long()]) * scale
