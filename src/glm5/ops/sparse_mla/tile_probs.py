@@ -7,6 +7,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+# What the probabilities of one chunk of queries may take.
+PROB_BYTES = 2**29
+
 
 class TileShape(NamedTuple):
     """Rows (heads of a query, or of several queries) and keys of one tile of a forward."""

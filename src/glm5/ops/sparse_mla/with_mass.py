@@ -12,10 +12,7 @@ from glm5.ops.devices import num_processors
 from glm5.ops.sparse_mla.head_sums import sum_over_heads
 from glm5.ops.sparse_mla.kernels import Kernels
 from glm5.ops.sparse_mla.selection import Selection
-from glm5.ops.sparse_mla.tile_probs import TileProbs, TileShape, bytes_per_row
-
-# What the probabilities of one chunk of queries may take.
-PROB_BYTES = 2**29
+from glm5.ops.sparse_mla.tile_probs import PROB_BYTES, TileProbs, TileShape, bytes_per_row
 
 
 def forward_with_mass(
