@@ -58,7 +58,7 @@ def compile_kernel(kernel: Any, **constants: Any) -> dict[str, Any]:
 
 def compile_head_sums(queries: int, num_heads: int) -> dict[str, Any]:
     """With the tiles that the launcher chooses for tiles of the Hopper kernel."""
-    constants = head_sums.launch_options(num_heads, 2048)
+    constants = head_sums.launch_options(num_heads, queries * 2048)
     num_warps = constants.pop("num_warps")
     constants |= {"QUERIES": queries, "ROWS": 64, "KEYS": 64}
     kernel = head_sums._head_sums_kernel

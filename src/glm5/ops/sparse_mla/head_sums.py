@@ -27,7 +27,7 @@ def _places_among(keys, indices, length, STEPS: tl.constexpr):
     return places
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "num_tiles"])
 def _head_sums_kernel(
     probs, maxima, lse, topk_indices, indices, lengths, mass,
     num_heads, topk, width, num_parts, num_tiles,
@@ -81,14 +81,17 @@ def sum_over_heads(
             kept.probs, kept.maxima, lse, topk_indices, selection.indices, selection.lengths, mass,
             lse.shape[1], topk, selection.indices.shape[1], num_parts, num_tiles,
             QUERIES=selection.queries_per_row, ROWS=rows, KEYS=keys,
-            **launch_options(lse.shape[1], selection.indices.shape[1]),
+            **launch_options(lse.shape[1], selection.queries_per_row * topk),
         )  # fmt: skip
 
 
-def launch_options(num_heads: int, width: int) -> dict[str, Any]:
-    """Tiles for so many heads of a query and a selection [.., width]."""
+def launch_options(num_heads: int, most_keys: int) -> dict[str, Any]:
+    """Tiles for so many heads of a query, and keys of a row of the selection.
+
+    Not the width of this selection, which changes with the number of keys there are.
+    """
     return {
-        "STEPS": width.bit_length(),
+        "STEPS": most_keys.bit_length(),
         "BLOCK_H": min(64, triton.next_power_of_2(num_heads)),
         "BLOCK_ENTRIES": _BLOCK_ENTRIES,
         # The heads of a tile are added up within a warp.

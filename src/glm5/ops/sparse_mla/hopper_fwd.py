@@ -217,7 +217,7 @@ def _barriers(num: gl.constexpr, count: gl.constexpr):
     return bars
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_tiles"])
 def _sparse_mla_fwd_hopper_kernel(
     q,
     kv,

@@ -10,7 +10,7 @@ from glm5.ops.sparse_mla.selection import Selection
 from glm5.ops.sparse_mla.tile_probs import TileProbs, TileShape
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _sparse_mla_fwd_kernel(
     q,
     kv,
