@@ -183,9 +183,12 @@ def test_plain_loss_and_selection_are_the_references() -> None:
     indices = torch_backend.select_topk(*index, starts, ends, 3)
     selected = plain.select_topk(*index, starts, ends, 3)
     assert torch.equal(selected.sort().values, indices.sort().values)
-    _, lse = torch_backend.sparse_mla(q, kv, indices, 0.5, 4)
-    expected = torch_backend.indexer_kl(*index, q, kv, lse, 0.5, topk_indices=indices)
-    torch.testing.assert_close(plain.indexer_kl(*index, q, kv, indices, 0.5), expected)
+    expected = torch_backend.sparse_mla_with_mass(q, kv, indices, 0.5, 4)
+    found = plain.sparse_mla_with_mass(q, kv, indices, 0.5, 4)
+    torch.testing.assert_close(found, expected)
+    mass = expected[2]
+    expected_kl = torch_backend.indexer_kl(*index, indices, mass)
+    torch.testing.assert_close(plain.indexer_kl(*index, indices, mass), expected_kl)
 
 
 def test_a_wrong_kernel_ends_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,16 +110,16 @@ def _watch(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         indexer.register_forward_pre_hook(
             lambda module, args, path=path: inputs.update(now=(path, module, *args))
         )
-    sparse_mla = torch_backend.sparse_mla
+    sparse_mla_with_mass = torch_backend.sparse_mla_with_mass
 
     def noted(q: Tensor, kv: Tensor, topk_indices: Tensor, *rest: Any, **named: Any) -> Any:
         if (now := inputs.pop("now", None)) is not None:
             path, module, x, q_latent, row, *_ = now
             constants = (x[:, 0], q_latent[:, 0], row.positions, q, kv, topk_indices)
             seen.append(Seen(path, module, *(tensor.detach() for tensor in constants)))
-        return sparse_mla(q, kv, topk_indices, *rest, **named)
+        return sparse_mla_with_mass(q, kv, topk_indices, *rest, **named)
 
-    monkeypatch.setattr(torch_backend, "sparse_mla", noted)
+    monkeypatch.setattr(torch_backend, "sparse_mla_with_mass", noted)
     return seen
 
 
@@ -180,6 +180,7 @@ def test_the_fused_loss_trains_the_indexer_alike(
         pytest.skip("the kernels run in Triton's interpreter without a GPU only")
     import tests.ops.triton_interpreter  # noqa: F401
     from glm5.ops.indexer_kl.autograd import indexer_kl
+    from glm5.ops.sparse_mla.autograd import sparse_mla_with_mass
 
     rows: list[int] = []
 
@@ -188,6 +189,7 @@ def test_the_fused_loss_trains_the_indexer_alike(
         return indexer_kl(*args, **kwargs)
 
     monkeypatch.setattr(torch_backend, "indexer_kl", noted)
+    monkeypatch.setattr(torch_backend, "sparse_mla_with_mass", sparse_mla_with_mass)
     got = train(load_model(tiny_folder("5.2"), indexer_loss_coeff=COEFF))
     assert rows == [sum(LENGTHS)] * 4
     assert_all_close(got, trained(COEFF), limit=1e-5)
@@ -198,6 +200,28 @@ def test_recompute_changes_nothing(
     trained: Callable[..., dict[str, Tensor]], recompute: str
 ) -> None:
     assert_all_close(trained(COEFF, recompute), trained(COEFF), limit=0)
+
+
+@pytest.mark.parametrize(("recompute", "plain"), [("none", 3), ("full", 10), ("selective", 10)])
+def test_each_layer_that_learns_sums_its_attention_once(
+    tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch, recompute: str, plain: int
+) -> None:
+    """In the one pass that computes the loss; four of seven layers have an indexer."""
+    calls = {"sparse_mla": 0, "sparse_mla_with_mass": 0}
+
+    def count(name: str) -> None:
+        function = getattr(torch_backend, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(torch_backend, name, counted)
+
+    for name in calls:
+        count(name)
+    train(load_model(tiny_folder("5.2"), indexer_loss_coeff=COEFF, recompute=recompute))
+    assert calls == {"sparse_mla": plain, "sparse_mla_with_mass": 4}
 
 
 def test_the_loss_follows_the_scale_of_the_main_loss(

@@ -10,8 +10,8 @@ from glm5.ops.grouped import GroupedPair
 from glm5.ops.grouped.gated import weighted_swiglu
 from glm5.ops.grouped.linear import grouped_linear
 from glm5.ops.indexer.triton_select import select_topk
-from glm5.ops.indexer_kl.autograd import indexer_kl
-from glm5.ops.sparse_mla.autograd import sparse_mla
+from glm5.ops.indexer_kl.autograd import indexer_kl, indexer_kl_dense
+from glm5.ops.sparse_mla.autograd import sparse_mla, sparse_mla_with_mass
 from tests.ops import oracles
 
 Run = Callable[[], Any]
@@ -51,9 +51,15 @@ def _attention(
         out, _ = sparse_mla(q, kv, indices, d_qk**-0.5, d_v, deterministic=deterministic)
         out.backward(torch.randn_like(out))
 
+    def run_with_mass() -> Tensor:
+        q, kv = _leaf(t_q, heads, d_qk, dtype=dtype), _leaf(t_k, d_qk, dtype=dtype)
+        indices = oracles.random_selection(t_q, t_k, topk).cuda()
+        return sparse_mla_with_mass(q, kv, indices, d_qk**-0.5, d_v)[2]
+
     for deterministic in (False, True):
         name = f"sparse_mla {heads} x {d_qk} {dtype}, deterministic {deterministic}"
         yield name, lambda repeatable=deterministic: run(repeatable)
+    yield f"sparse_mla_with_mass {heads} x {d_qk} {dtype}", run_with_mass
 
 
 def _select(t_q: int, t_k: int, topk: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
@@ -66,17 +72,19 @@ def _select(t_q: int, t_k: int, topk: int, heads: int, dim: int, dtype: torch.dt
 
 def _learn(tokens: int, topk: int, heads: int, dim: int, dense: bool) -> None:
     dtype = torch.bfloat16 if dim == 128 else torch.float32
-    d_qk, attention_heads = (576, 64) if dim == 128 else (80, 17)
     index_q, index_k = _leaf(tokens, heads, dim, dtype=dtype), _leaf(tokens, dim, dtype=dtype)
     weights = _leaf(tokens, heads, dtype=torch.float32)
+    index = index_q, index_k, weights
+    if not dense:
+        indices = oracles.random_selection(tokens, tokens, topk).cuda()
+        indexer_kl(*index, indices, (indices >= 0).float()).sum().backward()
+        return
+    d_qk, attention_heads = (576, 64) if dim == 128 else (80, 17)
     q = _leaf(tokens, attention_heads, d_qk, dtype=dtype).detach()
     kv = _leaf(tokens, d_qk, dtype=dtype).detach()
     lse = torch.full((tokens, attention_heads), 9.0, device="cuda")
-    starts, ends = (x.cuda() for x in oracles.causal_bounds(tokens // 3, tokens - tokens // 3))
-    indices = oracles.random_selection(tokens, tokens, topk).cuda()
-    keys = {"starts": starts, "ends": ends} if dense else {"topk_indices": indices}
-    kl = indexer_kl(index_q, index_k, weights, q, kv, lse, d_qk**-0.5, **keys)
-    kl.sum().backward()
+    bounds = (x.cuda() for x in oracles.causal_bounds(tokens // 3, tokens - tokens // 3))
+    indexer_kl_dense(*index, q, kv, lse, d_qk**-0.5, *bounds).sum().backward()
 
 
 def _experts(rows: int, ranks: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -39,6 +39,15 @@ def attention(
     return torch.stack(out), torch.stack(lse)
 
 
+def mass(q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float) -> Tensor:
+    """The probabilities of each row's keys, summed over the heads, in fp64; 0 without a key."""
+    sums = torch.zeros(topk_indices.shape, dtype=torch.float64)
+    for total, q_row, row in zip(sums, q.detach().double(), topk_indices, strict=True):
+        keys = kv.detach().double()[row[row >= 0].long()]
+        total[row >= 0] = torch.softmax(q_row @ keys.T * softmax_scale, -1).sum(0)
+    return sums
+
+
 def kl(scores: Tensor, q: Tensor, kv: Tensor, masks: Tensor, softmax_scale: float) -> Tensor:
     """KL between the head-averaged attention and the softmax of the scores, row by row."""
     rows = []

@@ -55,10 +55,13 @@ def test_selection_with_ties(
 def test_attention(backend: Backend, t_q: int, t_k: int, topk: int, h: int) -> None:
     q, kv = torch.randn(t_q, h, 6).requires_grad_(), torch.randn(t_k, 6).requires_grad_()
     indices, grad = oracles.random_selection(t_q, t_k, topk), torch.randn(t_q, h, 4)
-    out, lse = backend.sparse_mla(q, kv, indices, SCALE, 4)
+    out, lse, mass = backend.sparse_mla_with_mass(q, kv, indices, SCALE, 4)
     assert out.shape == (t_q, h, 4)
     assert lse.shape == (t_q, h)
-    assert not lse.requires_grad
+    assert mass.shape == (t_q, topk) and mass.dtype == torch.float32
+    assert not lse.requires_grad and not mass.requires_grad
+    for x, y in zip((out, lse), backend.sparse_mla(q, kv, indices, SCALE, 4), strict=True):
+        assert torch.equal(x, y)
     grads = torch.autograd.grad(out, (q, kv), grad)
     if t_q == 0:
         assert all((g == 0).all() for g in grads)
@@ -66,6 +69,7 @@ def test_attention(backend: Backend, t_q: int, t_k: int, topk: int, h: int) -> N
     expected, expected_lse = oracles.attention(q, kv, indices, SCALE, 4)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse.float())
+    torch.testing.assert_close(mass, oracles.mass(q, kv, indices, SCALE).float())
     for ours, theirs in zip(grads, torch.autograd.grad(expected, (q, kv), grad), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -76,16 +80,18 @@ def test_indexer_loss(backend: Backend, form: str) -> None:
     indices = oracles.random_selection(t, t, TOPK)
     positions = torch.arange(t)
     mask = (positions >= starts[:, None]) & (positions < ends[:, None])
-    keys = {"starts": starts, "ends": ends}
     if form == "sparse":
         mask = torch.stack([torch.isin(positions, row) for row in indices])
-        keys = {"topk_indices": indices}
     index = [torch.randn(s, requires_grad=True) for s in ((t, 3, 4), (t, 4), (t, 3))]
     q, kv, grad = torch.randn(t, 2, 6), torch.randn(t, 6), torch.randn(t)
     logits = torch.einsum("thd,sd->ths", q, kv) * SCALE
     lse = logits.masked_fill(~mask[:, None], -torch.inf).logsumexp(-1)
     expected = oracles.kl(oracles.index_scores(*index), q, kv, mask, SCALE)
-    kl = backend.indexer_kl(*index, q, kv, lse, SCALE, **keys)
+    if form == "sparse":
+        *_, mass = backend.sparse_mla_with_mass(q, kv, indices, SCALE, 4)
+        kl = backend.indexer_kl(*index, indices, mass)
+    else:
+        kl = backend.indexer_kl_dense(*index, q, kv, lse, SCALE, starts, ends)
     torch.testing.assert_close(kl, expected, atol=1e-5, rtol=1e-5)
     grads = torch.autograd.grad(kl, index, grad)
     for ours, theirs in zip(grads, torch.autograd.grad(expected, index, grad), strict=True):
@@ -118,8 +124,8 @@ def test_backends_agree_on_random_shapes(data: st.DataObject) -> None:
     again = theirs.select_topk(q, k, weights, edges.amin(0), edges.amax(0), topk)
     assert torch.equal(selected, again)
     for x, y in zip(
-        ours.sparse_mla(q, k, selected, SCALE, d),
-        theirs.sparse_mla(q, k, selected, SCALE, d),
+        ours.sparse_mla_with_mass(q, k, selected, SCALE, d),
+        theirs.sparse_mla_with_mass(q, k, selected, SCALE, d),
         strict=True,
     ):
         torch.testing.assert_close(x, y)

@@ -187,6 +187,7 @@ def test_the_rest_is_the_triton_backends(backend: Any) -> None:
     ours = get_backend("triton")
     assert backend.select_topk is ours.select_topk
     assert backend.indexer_kl is ours.indexer_kl
+    assert backend.indexer_kl_dense is ours.indexer_kl_dense
 
 
 def test_what_the_kernel_does_not_take_is_refused(
@@ -196,6 +197,8 @@ def test_what_the_kernel_does_not_take_is_refused(
     indices = torch.zeros(2, 1, dtype=torch.int32)
     with pytest.raises(BackendError, match=r'(?s)same bits.*use the backend "triton"'):
         backend.sparse_mla(q, kv, indices, SCALE, 512, deterministic=True)
+    with pytest.raises(BackendError, match="same bits"):
+        backend.sparse_mla_with_mass(q, kv, indices, SCALE, 512, deterministic=True)
     with pytest.raises(BackendError, match=r"(?s)float32.*bfloat16.*remedy"):
         backend.sparse_mla(q.float(), kv.float(), indices, SCALE, 512)
     with pytest.raises(BackendError, match=r"(?s)d_v 500.*d_v 512"):
@@ -277,5 +280,9 @@ def test_other_lengths_need_no_other_kernel() -> None:
         ours = _attend(backend.sparse_mla, q, kv, indices, grad)
         triton = _attend(get_backend("triton").sparse_mla, q, kv, indices, grad)
         _assert_close(ours, triton)
+        *_, mass = backend.sparse_mla_with_mass(q, kv, indices, SCALE, 512)
+        assert torch.equal(
+            mass, get_backend("triton").sparse_mla_with_mass(q, kv, indices, SCALE, 512)[2]
+        )
         sizes.append([len(cache) for cache in caches])
     assert len(caches) == 3 and sizes[0] == sizes[1] == sizes[2]

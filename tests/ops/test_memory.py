@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from glm5.ops.indexer.reference import index_scores, select_topk
-from glm5.ops.indexer_kl.reference import indexer_kl
+from glm5.ops.indexer_kl.reference import indexer_kl, indexer_kl_dense
 from glm5.ops.key_sets import CHUNK_BYTES
 from glm5.ops.masks import document_bounds
-from glm5.ops.sparse_mla.reference import sparse_mla
+from glm5.ops.sparse_mla.reference import sparse_mla_with_mass
 from tests.ops.memory import Memory, measure_memory
 
 T, H, D_QK, D_V, H_I, D_I, TOPK = 8192, 2, 24, 16, 2, 16, 256
@@ -53,8 +53,8 @@ def test_sparse_mla(recent: Tensor) -> None:
     q, kv = torch.randn(T, H, D_QK, requires_grad=True), torch.randn(T, D_QK, requires_grad=True)
 
     def run() -> tuple[Tensor, ...]:
-        out, lse = sparse_mla(q, kv, recent, 0.2, D_V)
-        return out, lse, *torch.autograd.grad(out, (q, kv), out)
+        out, *rest = sparse_mla_with_mass(q, kv, recent, 0.2, D_V)
+        return out, *rest, *torch.autograd.grad(out, (q, kv), out)
 
     results, memory = measure_memory(run)
     _assert_bounded(memory, *results)
@@ -62,10 +62,23 @@ def test_sparse_mla(recent: Tensor) -> None:
 
 def test_indexer_kl(index: Index, recent: Tensor) -> None:
     inputs = [x.clone().requires_grad_() for x in index]
-    q, kv, lse = torch.randn(T, H, D_QK), torch.randn(T, D_QK), torch.full((T, H), 9.0)
+    mass = torch.rand(T, TOPK).masked_fill(recent < 0, 0)
 
     def run() -> tuple[Tensor, ...]:
-        kl = indexer_kl(*inputs, q, kv, lse, 0.2, topk_indices=recent)
+        kl = indexer_kl(*inputs, recent, mass)
+        return kl, *torch.autograd.grad(kl.sum(), inputs)
+
+    results, memory = measure_memory(run)
+    _assert_bounded(memory, *results)
+
+
+def test_indexer_kl_dense(index: Index) -> None:
+    inputs = [x.clone().requires_grad_() for x in index]
+    q, kv, lse = torch.randn(T, H, D_QK), torch.randn(T, D_QK), torch.full((T, H), 9.0)
+    bounds = document_bounds(torch.tensor([0, T]), T)
+
+    def run() -> tuple[Tensor, ...]:
+        kl = indexer_kl_dense(*inputs, q, kv, lse, 0.2, *bounds)
         return kl, *torch.autograd.grad(kl.sum(), inputs)
 
     results, memory = measure_memory(run)

@@ -128,11 +128,12 @@ def test_the_indexers_loss_equals_the_reference(
     index = [torch.randn(t_q, 3, 5).bfloat16(), torch.randn(t_k, 5).bfloat16(), torch.randn(t_q, 3)]
     q, kv = torch.randn(t_q, 2, 7).bfloat16(), torch.randn(t_k, 7).bfloat16()
     indices = oracles.random_selection(t_q, t_k, topk)
-    _, lse = torch_backend.sparse_mla(q, kv, indices, SCALE, 4)
     found = []
     for module in (backend, torch_backend):
         leaves = [x.clone().requires_grad_() for x in index]
-        kl = module.indexer_kl(*leaves, q, kv, lse, SCALE, topk_indices=indices)
+        *_, mass = module.sparse_mla_with_mass(q, kv, indices, SCALE, 4)
+        assert mass.shape == indices.shape and not mass.requires_grad
+        kl = module.indexer_kl(*leaves, indices, mass)
         found.append([kl.detach(), *torch.autograd.grad(kl.sum(), leaves)])
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == theirs.dtype
@@ -144,7 +145,9 @@ def test_what_megatron_does_not_have_is_refused(backend: Any) -> None:
     weights, lse, bound = torch.randn(2, 2), torch.zeros(2, 2), torch.ones(2, dtype=torch.int32)
     indices = torch.zeros(2, 1, dtype=torch.int32)
     with pytest.raises(BackendError, match=r"(?s)no dense form.*dense warm-up"):
-        backend.indexer_kl(q, kv, weights, q, kv, lse, SCALE, starts=bound, ends=bound)
+        backend.indexer_kl_dense(q, kv, weights, q, kv, lse, SCALE, bound, bound)
+    with pytest.raises(BackendError, match="bf16 only"):
+        backend.indexer_kl(q.float(), kv.float(), weights, indices, torch.zeros(2, 1))
     with pytest.raises(BackendError, match="bf16 only"):
         backend.sparse_mla(q.float(), kv.float(), indices, SCALE, 8)
     with pytest.raises(BackendError, match="bf16 only"):
@@ -216,12 +219,12 @@ def test_its_selection_and_loss_agree_with_ours() -> None:
     assert (selected[0] != selected[1]).any(1).float().mean() < 0.02
     attention = [torch.randn(s, device="cuda").bfloat16() for s in ((t, 64, 576), (t, 576))]
     indices = _long_selection(t)
-    _, lse = get_backend("triton").sparse_mla(*attention, indices, scale, 512)
     found = []
     for name in ("tilelang", "triton", "torch"):
         leaves = [x.clone().requires_grad_() for x in (q, k, weights)]
-        kl = get_backend(name).indexer_kl(*leaves, *attention, lse, scale, topk_indices=indices)
-        found.append([kl.detach(), *torch.autograd.grad(kl.sum(), leaves)])
+        *_, mass = get_backend(name).sparse_mla_with_mass(*attention, indices, scale, 512)
+        kl = get_backend(name).indexer_kl(*leaves, indices, mass)
+        found.append([mass, kl.detach(), *torch.autograd.grad(kl.sum(), leaves)])
     for other, mine, true in zip(*found, strict=True):
         for x in (other, mine):
             assert (x.float() - true.float()).norm() <= 1e-2 * true.float().norm()

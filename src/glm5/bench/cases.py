@@ -37,6 +37,8 @@ class _Attention(NamedTuple):
     t_q: int
     t_k: int
     select: Callable[[int, int, int], Tensor] = random_causal
+    with_mass: bool = False
+    """The forward that also sums each key's attention over the heads."""
 
 
 _ATTENTIONS = (
@@ -46,6 +48,9 @@ _ATTENTIONS = (
     _Attention("1K of 8K, 64 heads", 64, 1024, 8192),
     _Attention("4K of 32K, drifting", 64, 4096, 32768, drifting),
     _Attention("document of 2K, 64 heads", 64, 2048, 2048),
+    _Attention("8K, 64 heads, with mass", 64, 8192, 8192, with_mass=True),
+    _Attention("8K, 8 heads, with mass", 8, 8192, 8192, with_mass=True),
+    _Attention("4K of 32K, drifting, with mass", 64, 4096, 32768, drifting, with_mass=True),
 )
 _SHORT_DOCUMENTS = ([2048], [2048] * 4, [1999], [33, 100, 700, 1024, 1500, 2048], [97] * 40)
 _INDEXER_LENGTHS = (8192, 32768)
@@ -83,42 +88,54 @@ def _dense_name(lengths: list[int]) -> str:
 
 
 def attention_problem(case: _Attention, peers: Peers) -> GradientProblem:
-    """sparse_mla on random queries and latent keys."""
-    name, num_heads, t_q, t_k, select = case
+    """sparse_mla, or sparse_mla_with_mass, on random queries and latent keys."""
+    name, num_heads, t_q, t_k, select, with_mass = case
     draw = draw_from(name)
     q, kv, grad = draw(t_q, num_heads, D_QK), draw(t_k, D_QK), draw(t_q, num_heads, D_V)
     indices = select(t_q, t_k, TOPK)
-    ours = get_backend(OURS).sparse_mla
-    functions: dict[str, Function] = {
-        OURS: partial(ours, deterministic=False),
-        f"{OURS} deterministic": partial(ours, deterministic=True),
-        PLAIN: plain.sparse_mla,
-    }
-    functions |= peers.sparse_mla
+    functions = _with_mass(peers) if with_mass else _without_mass(peers)
     pairs = int((indices >= 0).sum())
     products, row = pairs * num_heads, 2 * D_QK
     # Queries whose heads fit into one tile of 64 rows together need a key that they share once.
     sharing = min(16, max(1, 64 // num_heads))
     rows = int(unions(indices, t_k, sharing).lengths.sum())
-    moved = q.nbytes + grad.nbytes + kv.nbytes + indices.nbytes
+    moved = q.nbytes + grad.nbytes + kv.nbytes + (2 if with_mass else 1) * indices.nbytes
+    forward = Work(2 * (D_QK + D_V) * products, moved, row * rows)
+    backward = Work(2 * (3 * D_QK + 2 * D_V) * products, 2 * moved, row * rows, 2 * row * rows)
+    exact = torch_backend.sparse_mla_with_mass if with_mass else torch_backend.sparse_mla
 
     def bound(function: Function) -> Function:
         return lambda q, kv: function(q, kv, indices, SCALE, D_V)
 
     return GradientProblem(
         case=f"attention {name}",
-        works={
-            "forward": Work(2 * (D_QK + D_V) * products, moved, row * rows),
-            "backward": Work(
-                2 * (3 * D_QK + 2 * D_V) * products, 2 * moved, row * rows, 2 * row * rows
-            ),
-        },
+        # The backward does not know of the mass.
+        works={"forward": forward} | ({} if with_mass else {"backward": backward}),
         inputs=(q, kv),
         grad=grad,
         functions={who: bound(function) for who, function in functions.items()},
-        exact=bound(torch_backend.sparse_mla),
+        exact=bound(exact),
         only=peers.only,
     )
+
+
+def _without_mass(peers: Peers) -> dict[str, Function]:
+    ours = get_backend(OURS).sparse_mla
+    return {
+        OURS: partial(ours, deterministic=False),
+        f"{OURS} deterministic": partial(ours, deterministic=True),
+        PLAIN: plain.sparse_mla,
+        **peers.sparse_mla,
+    }
+
+
+def _with_mass(peers: Peers) -> dict[str, Function]:
+    ours = get_backend(OURS).sparse_mla_with_mass
+    return {
+        OURS: partial(ours, deterministic=False),
+        PLAIN: plain.sparse_mla_with_mass,
+        **peers.sparse_mla_with_mass,
+    }
 
 
 def dense_problem(lengths: list[int], _: Peers) -> GradientProblem:
@@ -175,30 +192,30 @@ def indexer_problem(num_tokens: int, peers: Peers) -> SelectionProblem:
 
 
 def loss_problem(num_tokens: int, peers: Peers) -> GradientProblem:
-    """indexer_kl in its sparse form, 64 heads, one causal document."""
+    """indexer_kl over selected keys, with the mass of 64 heads, one causal document."""
     draw, num_heads = draw_from("loss"), 64
     index = draw(num_tokens, INDEX_HEADS, INDEX_DIM), draw(num_tokens, INDEX_DIM)
     # The scale of the model's own index weights keeps the softmax from saturating.
     weights = draw(num_tokens, INDEX_HEADS).float() * (INDEX_HEADS * INDEX_DIM) ** -0.5
     q, kv = draw(num_tokens, num_heads, D_QK), draw(num_tokens, D_QK)
     indices = random_causal(num_tokens, num_tokens, TOPK)
-    _, lse = get_backend(OURS).sparse_mla(q, kv, indices, SCALE, D_V, deterministic=False)
+    attend = get_backend(OURS).sparse_mla_with_mass
+    *_, mass = attend(q, kv, indices, SCALE, D_V, deterministic=False)
     pairs = int((indices >= 0).sum())
 
-    def bound(function: Function, q: Tensor = q, kv: Tensor = kv) -> Function:
-        return lambda *x: (function(*x, q, kv, lse, SCALE, topk_indices=indices),)
+    def bound(function: Function) -> Function:
+        return lambda *x: (function(*x, indices, mass),)
 
-    functions: dict[str, Function] = {OURS: get_backend(OURS).indexer_kl} | peers.indexer_kl
-    implementations = {who: bound(function) for who, function in functions.items()}
-    implementations[PLAIN] = lambda iq, ik, w: (plain.indexer_kl(iq, ik, w, q, kv, indices, SCALE),)
+    functions: dict[str, Function] = {OURS: get_backend(OURS).indexer_kl, PLAIN: plain.indexer_kl}
+    functions |= peers.indexer_kl
     row = 2 * INDEX_DIM
     return GradientProblem(
         case=f"indexer loss {num_tokens // 1024}K",
         works={
             "forward": Work(
-                2 * pairs * (num_heads * D_QK + INDEX_HEADS * INDEX_DIM),
-                q.nbytes + index[0].nbytes + 3 * indices.nbytes,
-                pairs * (2 * D_QK + row),
+                2 * pairs * INDEX_HEADS * INDEX_DIM,
+                index[0].nbytes + 3 * indices.nbytes,
+                pairs * row,
             ),
             "backward": Work(
                 6 * pairs * INDEX_HEADS * INDEX_DIM,
@@ -209,6 +226,6 @@ def loss_problem(num_tokens: int, peers: Peers) -> GradientProblem:
         },
         inputs=(*index, weights),
         grad=torch.ones(num_tokens, device="cuda"),
-        functions=implementations,
-        exact=bound(torch_backend.indexer_kl, q.float(), kv.float()),
+        functions={who: bound(function) for who, function in functions.items()},
+        exact=bound(torch_backend.indexer_kl),
     )

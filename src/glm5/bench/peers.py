@@ -26,6 +26,7 @@ class Peers:
     """Functions of each operation by name, with the signatures of the backends' functions."""
 
     sparse_mla: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    sparse_mla_with_mass: dict[str, Callable[..., Any]] = field(default_factory=dict)
     select_topk: dict[str, Callable[..., Any]] = field(default_factory=dict)
     indexer_kl: dict[str, Callable[..., Any]] = field(default_factory=dict)
     grouped_linear: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -52,6 +53,7 @@ def find_peers() -> Peers:
 def _add_megatron(peers: Peers) -> None:
     backend = get_backend("tilelang")
     peers.sparse_mla[MEGATRON] = backend.sparse_mla
+    peers.sparse_mla_with_mass[MEGATRON] = backend.sparse_mla_with_mass
     peers.select_topk[MEGATRON] = _megatron_select_topk
     peers.indexer_kl[MEGATRON] = backend.indexer_kl
 

@@ -27,6 +27,23 @@ def sparse_mla(
     return out, lse
 
 
+def sparse_mla_with_mass(
+    q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the backends' sparse_mla_with_mass: the same probabilities, summed over the heads."""
+
+    def block(q: Tensor, kv: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = _masked_logits(q, kv, _mask(indices, len(kv)), softmax_scale)
+        probs = torch.softmax(logits, -1)
+        # A row without keys is all NaN.
+        mass = probs.detach().sum(1).nan_to_num(0).gather(1, indices.clamp(min=0).long())
+        lse = torch.logsumexp(logits.float(), -1)
+        return probs @ kv[:, :d_v], lse, mass.masked_fill(indices < 0, 0).float()
+
+    out, lse, mass = _by_blocks(block, (q,), (kv,), (topk_indices,))
+    return out, lse, mass
+
+
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], softmax_scale: float
 ) -> Tensor:
@@ -46,27 +63,24 @@ def indexer_kl(
     index_q: Tensor,
     index_k: Tensor,
     weights: Tensor,
-    q: Tensor,
-    kv: Tensor,
     topk_indices: Tensor,
-    softmax_scale: float,
+    mass: Tensor,
 ) -> Tensor:
-    """As the backends' indexer_kl in its sparse form, with plain softmaxes."""
+    """As the backends' indexer_kl, with a plain softmax over all keys."""
 
     def block(
-        index_q: Tensor, weights: Tensor, q: Tensor, index_k: Tensor, kv: Tensor, indices: Tensor
+        index_q: Tensor, weights: Tensor, mass: Tensor, index_k: Tensor, indices: Tensor
     ) -> tuple[Tensor]:
-        mask = _mask(indices, len(kv))
-        logits = _masked_logits(q, kv, mask, softmax_scale)
-        target = torch.softmax(logits, -1).mean(1).float()
+        mask, keys = _mask(indices, len(index_k)), indices.long().where(indices >= 0, len(index_k))
+        target = mass.new_zeros(len(mass), len(index_k) + 1).scatter_(1, keys, mass)[:, :-1]
+        target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
         similarity = torch.relu(torch.einsum("thd,sd->ths", index_q, index_k))
         scores = torch.einsum("ths,th->ts", similarity, weights.to(similarity.dtype)).float()
         log_probs = torch.log_softmax(scores.masked_fill(~mask, -torch.inf), -1)
         terms = torch.xlogy(target, target) - target * log_probs.masked_fill(~mask, 0)
         return (terms.sum(-1),)
 
-    rows = (index_q, weights, q)
-    return _by_blocks(block, rows, (index_k, kv), (topk_indices,))[0]
+    return _by_blocks(block, (index_q, weights, mass), (index_k,), (topk_indices,))[0]
 
 
 def grouped_linear(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -102,10 +101,11 @@ class DSASelfAttention(MegatronModule):
             topk_indices, index_inputs = self.indexer(hidden_states, q_latent, own, row, routes)
         assert topk_indices is not None, f"layer {self.layer_number} shares a top-k nobody made"
         q, kv = self._queries(q_latent, row), self._keys(hidden_states, own)
-        out, lse = self._attend(q, kv, topk_indices, routes)
+        learns = index_inputs is not None and index_inputs.want_gradients
+        out, mass = self._attend(q, kv, topk_indices, routes, with_mass=learns)
         output, _ = self.linear_proj(row.unflatten(out))
-        if index_inputs is not None and index_inputs.want_gradients:
-            output = self._with_indexer_loss(output, index_inputs, q, kv, lse, topk_indices)
+        if index_inputs is not None and mass is not None:
+            output = self._with_indexer_loss(output, index_inputs, topk_indices, mass)
         return output, topk_indices
 
     def _token_row(self, hidden_states: Tensor, packed: PackedSeqParams | None) -> TokenRow:
@@ -153,52 +153,67 @@ class DSASelfAttention(MegatronModule):
         return gather_keys(torch.cat([self.kv_layernorm(kv_latent), k_rope], dim=-1), own.batch)
 
     def _attend(
-        self, q: Tensor, kv: Tensor, topk_indices: Tensor, routes: Routes
-    ) -> tuple[Tensor, Tensor]:
-        """(out [t, h / tp * v_head_dim], lse of the sparse queries); recomputed when asked for."""
-        core = partial(self._core, routes)
-        if self.recompute_core and self.training:
-            return tensor_parallel.checkpoint(core, False, q, kv, topk_indices)
-        return core(q, kv, topk_indices)
+        self, q: Tensor, kv: Tensor, topk_indices: Tensor, routes: Routes, *, with_mass: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out [t, h / tp * v_head_dim], mass of `_sparse` or None); recomputed when asked for.
+
+        Where mass is asked for every query attends sparsely.
+        """
+        if not (self.recompute_core and self.training):
+            return self._core(routes, with_mass, q, kv, topk_indices)
+
+        def core(q: Tensor, kv: Tensor, topk_indices: Tensor) -> tuple[Tensor, Tensor | None]:
+            # the pass that recomputes comes after the loss
+            return self._core(
+                routes, with_mass and not torch.is_grad_enabled(), q, kv, topk_indices
+            )
+
+        return tensor_parallel.checkpoint(core, False, q, kv, topk_indices)
 
     def _core(
-        self, routes: Routes, q: Tensor, kv: Tensor, topk_indices: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, routes: Routes, with_mass: bool, q: Tensor, kv: Tensor, topk_indices: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        assert not (with_mass and routes.dense_lengths), "the dense path knows no selected keys"
         if not routes.num_sparse:
-            out = self._dense(q, kv, routes.dense_lengths)
-            return out.flatten(1), out.new_empty(0, out.shape[1], dtype=torch.float32)
+            return self._dense(q, kv, routes.dense_lengths).flatten(1), None
         if not routes.dense_lengths:
-            out, lse = self._sparse(q, kv, topk_indices, routes)
-            return out.flatten(1), lse
+            out, mass = self._sparse(q, kv, topk_indices, routes, with_mass=with_mass)
+            return out.flatten(1), mass
         shares = self._shares(routes, q.device)
         selecting = routes if shares is None else shares.own_routes
         sparse_topk = selecting.take(topk_indices, dense=False)
-        sparse, lse = self._sparse(routes.take(q, dense=False), kv, sparse_topk, routes)
+        sparse_q = routes.take(q, dense=False)
+        sparse, _ = self._sparse(sparse_q, kv, sparse_topk, routes, with_mass=False)
         dense_q, dense_kv = (routes.take(x, dense=True) for x in (q, kv))
         dense = self._dense(dense_q, dense_kv, routes.dense_lengths)
-        return routes.join(dense, sparse).flatten(1), lse
+        return routes.join(dense, sparse).flatten(1), None
 
     def _sparse(
-        self, q: Tensor, kv: Tensor, topk_indices: Tensor, routes: Routes
-    ) -> tuple[Tensor, Tensor]:
-        """Over selected keys: out [t, h / tp, v_head_dim], lse fp32 of the queries attended for.
+        self, q: Tensor, kv: Tensor, topk_indices: Tensor, routes: Routes, *, with_mass: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Over selected keys: out [t, h / tp, v_head_dim], mass [t_r, topk] fp32 where asked for.
 
-        q are the sparse queries of `routes`, topk_indices those of them that this rank attends for.
+        q are the sparse queries of `routes`, topk_indices those t_r of them that this rank attends
+        for. mass is the attention of this rank's heads to each selected key.
         """
-        glm5 = self.config.glm5
         shares = self._shares(routes, q.device)
-        out_latent, lse = self.backend.sparse_mla(
-            self._sparse_queries(q, shares),
-            kv,
-            topk_indices,
-            glm5.softmax_scale,
-            glm5.d_v,
-            deterministic=self.config.deterministic_attention,
-        )
+        q = self._sparse_queries(q, shares)
+        out_latent, mass = self._over_selected_keys(q, kv, topk_indices, with_mass=with_mass)
         if shares is None:
-            return self.linear_kv_up_proj.expand_output(out_latent), lse
+            return self.linear_kv_up_proj.expand_output(out_latent), mass
         out = self.linear_kv_up_proj.expand_output(shares.tokens_to_heads(out_latent))
-        return shares.in_order(out), lse
+        return shares.in_order(out), mass
+
+    def _over_selected_keys(
+        self, q: Tensor, kv: Tensor, topk_indices: Tensor, *, with_mass: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The backend's attention: out_latent [t_r, heads, d_v], mass where asked for."""
+        glm5, deterministic = self.config.glm5, self.config.deterministic_attention
+        arguments = q, kv, topk_indices, glm5.softmax_scale, glm5.d_v
+        if not with_mass:
+            return self.backend.sparse_mla(*arguments, deterministic=deterministic)[0], None
+        out, _, mass = self.backend.sparse_mla_with_mass(*arguments, deterministic=deterministic)
+        return out, mass
 
     def _dense(self, q: Tensor, kv: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """Over all keys of documents of these lengths: out [t, h / tp, v_head_dim]."""
@@ -222,27 +237,11 @@ class DSASelfAttention(MegatronModule):
         return q if shares is None else shares.heads_to_tokens(q)
 
     def _with_indexer_loss(
-        self,
-        output: Tensor,
-        index_inputs: IndexInputs,
-        q: Tensor,
-        kv: Tensor,
-        lse: Tensor,
-        topk_indices: Tensor,
+        self, output: Tensor, index_inputs: IndexInputs, topk_indices: Tensor, mass: Tensor
     ) -> Tensor:
-        # where the indexer learns every query attends sparsely
-        shares = self._shares(Routes.all_sparse(len(q)), q.device)
-        with torch.no_grad():
-            q = self._sparse_queries(q, shares)
-        return add_indexer_loss(
-            self.backend,
-            output,
-            index_inputs,
-            q,
-            kv.detach(),
-            lse.detach(),
-            topk_indices,
-            softmax_scale=self.config.glm5.softmax_scale,
-            coeff=self.config.indexer_loss_coeff,
-            sum_over_ranks=None if self.config.shares_queries else tp_sum(),
-        )
+        mass, add = mass.detach(), tp_sum()
+        # ranks that share the queries have all heads of theirs
+        if add is not None and not self.config.shares_queries:
+            add(mass)
+        coeff = self.config.indexer_loss_coeff
+        return add_indexer_loss(self.backend, output, index_inputs, topk_indices, mass, coeff=coeff)

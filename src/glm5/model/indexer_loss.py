@@ -8,40 +8,26 @@ from torch import Tensor
 
 from glm5.model.indexer import IndexInputs
 from glm5.ops.backends import Backend
-from glm5.ops.indexer_kl.inputs import SumOverRanks
 
 
 def add_indexer_loss(
     backend: Backend,
     output: Tensor,
     index_inputs: IndexInputs,
-    q: Tensor,
-    kv: Tensor,
-    lse: Tensor,
     topk_indices: Tensor,
+    mass: Tensor,
     *,
-    softmax_scale: float,
     coeff: float,
-    sum_over_ranks: SumOverRanks | None,
 ) -> Tensor:
     """Returns `output` unchanged; its backward also sends coeff * sum_t KL_t to the indexer.
 
     The sum runs over all tokens of the micro-batch, as the main loss does before the trainer
-    divides both by the number of trained tokens. q [t, h, d_qk], kv [t_k, d_qk] and lse [t, h] are
-    constants; topk_indices [t, topk] int32: the KL is over the selected keys (arXiv 2512.02556, eq.
-    4). It needs the attention of all heads: ranks that have h / tp of them for all queries add
-    theirs up by `sum_over_ranks`, and each computes the whole loss.
+    divides both by the number of trained tokens. topk_indices [t, topk] int32: the KL is over the
+    selected keys (arXiv 2512.02556, eq. 4); mass [t, topk] fp32, a constant, is the attention to
+    them of all heads. Ranks that have h / tp heads for all queries compute the whole loss each.
     """
     kl = backend.indexer_kl(
-        index_inputs.q,
-        index_inputs.k,
-        index_inputs.weights,
-        q,
-        kv,
-        lse,
-        softmax_scale,
-        topk_indices=topk_indices,
-        sum_over_ranks=sum_over_ranks,
+        index_inputs.q, index_inputs.k, index_inputs.weights, topk_indices, mass
     )
     if MoEAuxLossAutoScaler.main_loss_backward_scale is None:
         # a backward pass outside of a schedule would make one that no schedule can copy into

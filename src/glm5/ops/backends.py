@@ -34,7 +34,29 @@ class Backend(Protocol):
         deterministic: the gradients have the same bits every time; BackendError where they cannot.
         """
 
+    def sparse_mla_with_mass(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        topk_indices: Tensor,
+        softmax_scale: float,
+        d_v: int,
+        *,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same and the attention to each key over all heads: -> out, lse, mass [t_q, topk]."""
+
     def indexer_kl(
+        self,
+        index_q: Tensor,
+        index_k: Tensor,
+        index_weights: Tensor,
+        topk_indices: Tensor,
+        mass: Tensor,
+    ) -> Tensor:
+        """The loss that trains the indexer, over selected keys: -> kl [t_q] fp32."""
+
+    def indexer_kl_dense(
         self,
         index_q: Tensor,
         index_k: Tensor,
@@ -43,13 +65,12 @@ class Backend(Protocol):
         kv: Tensor,
         lse: Tensor,
         softmax_scale: float,
+        starts: Tensor,
+        ends: Tensor,
         *,
-        topk_indices: Tensor | None = None,
-        starts: Tensor | None = None,
-        ends: Tensor | None = None,
         sum_over_ranks: SumOverRanks | None = None,
     ) -> Tensor:
-        """The loss that trains the indexer: -> kl [t_q] fp32."""
+        """The loss that warms the indexer up, over all keys in range: -> kl [t_q] fp32."""
 
 
 class BackendStatus(NamedTuple):

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from glm5.errors import BackendError
 from glm5.ops.devices import is_hopper
-from glm5.ops.sparse_mla.autograd import attend_with
+from glm5.ops.sparse_mla.autograd import attend_with, attend_with_mass
 from glm5.ops.sparse_mla.cudnn import CudnnKernels
 from glm5.ops.sparse_mla.hopper import HopperKernels, queries_per_tile
 from glm5.ops.sparse_mla.inputs import check_inputs
-from glm5.ops.triton_backend import indexer_kl, select_topk
+from glm5.ops.sparse_mla.kernels import Kernels
+from glm5.ops.triton_backend import indexer_kl, indexer_kl_dense, select_topk
 
-__all__ = ["indexer_kl", "select_topk", "sparse_mla"]
+__all__ = ["indexer_kl", "indexer_kl_dense", "select_topk", "sparse_mla", "sparse_mla_with_mass"]
 
 _D_QK, _D_V = 576, 512
 
@@ -41,6 +42,28 @@ def sparse_mla(
     Raises BackendError for shapes that do not fit, other dtypes, other sizes, tensors that are not
     on a Hopper GPU, and when deterministic.
     """
+    kernels = _kernels_for(q, kv, topk_indices, d_v, deterministic)
+    return attend_with(kernels, q, kv, topk_indices, softmax_scale, d_v)
+
+
+def sparse_mla_with_mass(
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    d_v: int,
+    *,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As sparse_mla, and -> mass [t_q, topk] fp32: as the triton backend's, whose forward it is."""
+    kernels = _kernels_for(q, kv, topk_indices, d_v, deterministic)
+    return attend_with_mass(kernels, q, kv, topk_indices, softmax_scale, d_v)
+
+
+def _kernels_for(
+    q: Tensor, kv: Tensor, topk_indices: Tensor, d_v: int, deterministic: bool
+) -> Kernels:
+    """The faster pair that takes these inputs; BackendError where none does."""
     if deterministic:
         raise BackendError(
             "the cudnn backend cannot give the same bits every time",
@@ -50,8 +73,7 @@ def sparse_mla(
     check_inputs(q, kv, topk_indices, d_v)
     _check_kernel_takes(q, d_v)
     shares_tiles = queries_per_tile(q.shape[1]) > 1
-    kernels = HopperKernels() if shares_tiles else CudnnKernels()
-    return attend_with(kernels, q, kv, topk_indices, softmax_scale, d_v)
+    return HopperKernels() if shares_tiles else CudnnKernels()
 
 
 def _check_kernel_takes(q: Tensor, d_v: int) -> None:

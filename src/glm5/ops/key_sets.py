@@ -72,12 +72,28 @@ class KeySelection:
 
     def mask(self, chunk: Chunk) -> Tensor:
         """-> [rows, keys] bool, true where the row selected the key."""
-        indices = self.topk_indices[chunk.rows].long() - chunk.keys.start
-        num_keys = chunk.keys.stop - chunk.keys.start
-        # Entries without a key all land in one spare column, which is cut off.
-        slots = indices.masked_fill_(indices < 0, num_keys)
+        slots, num_keys = self._slots(chunk)
         mask = torch.zeros(len(slots), num_keys + 1, dtype=torch.bool, device=slots.device)
         return mask.scatter_(1, slots, True)[:, :num_keys]
+
+    def by_entry(self, values: Tensor, chunk: Chunk) -> Tensor:
+        """values [rows, keys] of the chunk -> [rows, topk], 0 where there is no key."""
+        slots, _ = self._slots(chunk)
+        return torch.nn.functional.pad(values, (0, 1)).gather(1, slots)
+
+    def by_key(self, values: Tensor, chunk: Chunk) -> Tensor:
+        """values [rows, topk] of the chunk's rows -> [rows, keys], 0 for keys not selected."""
+        slots, num_keys = self._slots(chunk)
+        return values.new_zeros(len(slots), num_keys + 1).scatter_(1, slots, values)[:, :num_keys]
+
+    def _slots(self, chunk: Chunk) -> tuple[Tensor, int]:
+        """Columns of the entries [rows, topk] int64 among the chunk's keys, and their number.
+
+        Entries without a key are in one spare column behind them.
+        """
+        indices = self.topk_indices[chunk.rows].long() - chunk.keys.start
+        num_keys = chunk.keys.stop - chunk.keys.start
+        return indices.masked_fill_(indices < 0, num_keys), num_keys
 
 
 def _to_chunks(

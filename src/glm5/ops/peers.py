@@ -12,13 +12,13 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 from torch import Tensor
 
 from glm5.ops.indexer.selection import select_from_scores
-from glm5.ops.indexer_kl.inputs import SumOverRanks, check_inputs, check_key_set
+from glm5.ops.indexer_kl.inputs import SumOverRanks, check_dense_inputs, check_sparse_inputs
 from glm5.ops.indexer_kl.mcore import kl_per_row
 from glm5.ops.key_sets import Chunk, KeyBounds, KeySelection
 from glm5.ops.sparse_mla.chunk import masked_logits, probabilities_
 from glm5.ops.sparse_mla.inputs import attend_to_nothing
 
-__all__ = ["indexer_kl", "select_topk", "sparse_mla"]
+__all__ = ["indexer_kl", "indexer_kl_dense", "select_topk", "sparse_mla", "sparse_mla_with_mass"]
 
 
 @torch.no_grad()
@@ -31,9 +31,7 @@ def select_topk(
     int32 -> topk_indices [t_q, topk] int32, ascending key position, -1 only at the tail; an empty
     row is all -1. Always computed in fp32.
     """
-    # Megatron-Core's layout is [tokens, batch, ...]; flat tokens are a batch of one.
-    scores = _compute_index_scores(q[:, None], weights[:, None], k[:, None])
-    return select_from_scores(scores[0], starts, ends, topk)
+    return select_from_scores(_index_scores(q, k, weights), starts, ends, topk)
 
 
 def sparse_mla(
@@ -70,13 +68,58 @@ def sparse_mla(
     return out[:, 0], _log_sum_exp(q, kv, topk_indices, softmax_scale)
 
 
+def sparse_mla_with_mass(
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    d_v: int,
+    *,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As sparse_mla, and -> mass [t_q, topk] fp32 without gradient: the attention over all heads.
+
+    Megatron-Core does not give its probabilities away: the logits are computed again for them, as
+    for lse.
+    """
+    out, lse = sparse_mla(q, kv, topk_indices, softmax_scale, d_v, deterministic=deterministic)
+    if len(q) == 0 or len(kv) == 0 or topk_indices.shape[1] == 0:
+        return out, lse, torch.zeros(topk_indices.shape, device=q.device)
+    everything, selection = _everything(q, kv), KeySelection(topk_indices)
+    mass = _mass(q, kv, lse, softmax_scale, selection.mask(everything))
+    return out, lse, selection.by_entry(mass, everything)
+
+
 @torch.no_grad()
 def _log_sum_exp(q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float) -> Tensor:
-    mask = KeySelection(topk_indices).mask(Chunk(slice(0, len(q)), slice(0, len(kv))))
+    mask = KeySelection(topk_indices).mask(_everything(q, kv))
     return masked_logits(q.float() * softmax_scale, kv.float(), mask).logsumexp(-1)
 
 
+@torch.no_grad()
+def _mass(q: Tensor, kv: Tensor, lse: Tensor, softmax_scale: float, mask: Tensor) -> Tensor:
+    """[t_q, t_k] fp32: the probabilities of the masked keys, summed over the heads."""
+    logits = masked_logits(q.float() * softmax_scale, kv.float(), mask)
+    return probabilities_(logits, lse.float()).sum(1)
+
+
 def indexer_kl(
+    index_q: Tensor, index_k: Tensor, index_weights: Tensor, topk_indices: Tensor, mass: Tensor
+) -> Tensor:
+    """KL(p || softmax(index scores)) over topk_indices by Megatron-Core's scores and KL formula.
+
+    Tensors as in the reference. Megatron-Core raises p to at least 1e-10 inside its logarithm.
+    Computed in fp32, differentiable in the index tensors by plain autograd.
+    Raises BackendError when the shapes do not fit.
+    """
+    check_sparse_inputs(index_q, index_k, index_weights, topk_indices, mass)
+    everything, selection = _everything(index_q, index_k), KeySelection(topk_indices)
+    target = selection.by_key(mass.detach().float(), everything)
+    scores = _index_scores(index_q, index_k, index_weights)
+    return kl_per_row(target, scores, selection.mask(everything))
+
+
+def indexer_kl_dense(
     index_q: Tensor,
     index_k: Tensor,
     index_weights: Tensor,
@@ -84,30 +127,31 @@ def indexer_kl(
     kv: Tensor,
     lse: Tensor,
     softmax_scale: float,
+    starts: Tensor,
+    ends: Tensor,
     *,
-    topk_indices: Tensor | None = None,
-    starts: Tensor | None = None,
-    ends: Tensor | None = None,
     sum_over_ranks: SumOverRanks | None = None,
 ) -> Tensor:
-    """KL(p || softmax(index scores)) by Megatron-Core's index scores and its KL formula.
+    """As indexer_kl over all keys in [starts, ends), with the attention to them computed here.
 
-    Tensors and key sets as in the reference. Megatron-Core raises p to at least 1e-10 inside its
-    logarithm. Computed in fp32, differentiable in the index tensors by plain autograd.
-    Raises BackendError when not exactly one key set is given, or when the shapes do not fit.
+    Tensors as in the reference. Raises BackendError when the shapes do not fit.
     """
-    check_inputs(index_q, index_k, index_weights, q, kv, lse)
-    check_key_set(topk_indices, starts, ends, t_q=len(q))
-    everything = Chunk(slice(0, len(q)), slice(0, len(kv)))
-    if topk_indices is not None:
-        mask = KeySelection(topk_indices).mask(everything)
-    else:
-        assert starts is not None and ends is not None, "check_key_set saw neither key set"
-        mask = KeyBounds(starts, ends).mask(everything)
-    with torch.no_grad():
-        logits = masked_logits(q.float() * softmax_scale, kv.float(), mask)
-        target = probabilities_(logits, lse.float()).sum(1)
-        if sum_over_ranks is not None:
-            sum_over_ranks(target)
-    scores = _compute_index_scores(index_q[:, None], index_weights[:, None], index_k[:, None])[0]
-    return kl_per_row(target, scores, mask)
+    check_dense_inputs(index_q, index_k, index_weights, q, kv, lse, starts, ends)
+    mask = KeyBounds(starts, ends).mask(_everything(q, kv))
+    target = _mass(q, kv, lse, softmax_scale, mask)
+    if sum_over_ranks is not None:
+        sum_over_ranks(target)
+    return kl_per_row(target, _index_scores(index_q, index_k, index_weights), mask)
+
+
+def _index_scores(index_q: Tensor, index_k: Tensor, index_weights: Tensor) -> Tensor:
+    """[t_q, t_k] fp32."""
+    # Megatron-Core's layout is [tokens, batch, ...]; flat tokens are a batch of one.
+    scores: Tensor = _compute_index_scores(
+        index_q[:, None], index_weights[:, None], index_k[:, None]
+    )[0]
+    return scores
+
+
+def _everything(q: Tensor, k: Tensor) -> Chunk:
+    return Chunk(slice(0, len(q)), slice(0, len(k)))

@@ -5,6 +5,7 @@ again in its backward. Its kernels have no dense form of the indexer's loss.
 """
 
 import math
+from typing import Any
 
 import tilelang  # noqa: F401  (Megatron-Core hides that it is missing; the caller must see it)
 import torch
@@ -22,12 +23,11 @@ from torch.nn.functional import pad
 from glm5.errors import BackendError
 from glm5.ops.indexer.selection import select_from_scores
 from glm5.ops.indexer.shapes import check_shapes
-from glm5.ops.indexer_kl.inputs import SumOverRanks, check_inputs, check_key_set
+from glm5.ops.indexer_kl.inputs import check_sparse_inputs
 from glm5.ops.indexer_kl.mcore import kl_per_row
-from glm5.ops.sparse_mla.inputs import attend_to_nothing
-from glm5.ops.sparse_mla.inputs import check_inputs as check_attention_inputs
+from glm5.ops.sparse_mla.inputs import attend_to_nothing, check_inputs
 
-__all__ = ["indexer_kl", "select_topk", "sparse_mla"]
+__all__ = ["indexer_kl", "indexer_kl_dense", "select_topk", "sparse_mla", "sparse_mla_with_mass"]
 
 # The one size of Megatron-Core's attention kernels; smaller ones are padded with zeros.
 _D_V, _D_TAIL = 512, 64
@@ -83,7 +83,7 @@ def sparse_mla(
             got="deterministic attention",
             remedy='use the backend "triton"',
         )
-    check_attention_inputs(q, kv, topk_indices, d_v)
+    check_inputs(q, kv, topk_indices, d_v)
     _check_bf16(q=q, kv=kv)
     _check_sizes(q.shape[1], q.shape[2], d_v)
     if len(q) == 0 or len(kv) == 0 or topk_indices.shape[1] == 0:
@@ -99,55 +99,68 @@ def sparse_mla(
     return out[:, :num_heads, :d_v], lse
 
 
-def indexer_kl(
-    index_q: Tensor,
-    index_k: Tensor,
-    index_weights: Tensor,
+def sparse_mla_with_mass(
     q: Tensor,
     kv: Tensor,
-    lse: Tensor,
+    topk_indices: Tensor,
     softmax_scale: float,
+    d_v: int,
     *,
-    topk_indices: Tensor | None = None,
-    starts: Tensor | None = None,
-    ends: Tensor | None = None,
-    sum_over_ranks: SumOverRanks | None = None,
-) -> Tensor:
-    """KL(p || softmax(index scores)) over topk_indices, p and the scores by Megatron-Core.
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As sparse_mla, and -> mass [t_q, topk] fp32 without gradient: the attention over all heads.
 
-    Tensors as in the reference, index_q, index_k, q and kv bf16; Megatron-Core computes the
-    log-sum-exp again instead of reading lse. -> kl [t_q] fp32, differentiable in the index tensors.
-    Raises BackendError for the dense form, shapes that do not fit, other dtypes, and more than 64
-    index heads.
+    Megatron-Core's attention does not give its probabilities away: its kernel for the indexer's
+    target multiplies queries and keys again, and computes the log-sum-exp again.
     """
-    check_inputs(index_q, index_k, index_weights, q, kv, lse)
-    check_key_set(topk_indices, starts, ends, t_q=len(q))
-    _check_bf16(index_q=index_q, index_k=index_k, q=q, kv=kv)
-    if topk_indices is None:
-        raise BackendError(
-            "the tilelang backend has no dense form of the indexer's loss",
-            got="starts and ends",
-            expected="topk_indices",
-            remedy='use the backend "triton" or "torch" for the dense warm-up',
-        )
-    if len(q) == 0 or len(kv) == 0 or topk_indices.shape[1] == 0:
-        empty = (x[..., :0].sum().float() for x in (index_q, index_k, index_weights))
-        return sum(empty, index_weights.new_zeros(len(q), dtype=torch.float32))
-    index_q, index_k, index_weights = _pad_index(index_q, index_k, index_weights)
+    out, lse = sparse_mla(q, kv, topk_indices, softmax_scale, d_v, deterministic=deterministic)
+    mass = torch.zeros(topk_indices.shape, device=q.device)
+    if mass.numel() == 0 or len(kv) == 0:
+        return out, lse, mass
     q, kv = (_pad_last(x, 16).detach() for x in (q, kv))
-    indices = pad(topk_indices, (0, -topk_indices.shape[1] % 64), value=-1)
-    everything = indices.new_zeros(len(q)), indices.new_full((len(q),), len(kv))
-    parts = []
+    indices = _pad_indices(topk_indices)
     for rows in _blocks(len(q), len(kv)):
-        mass = sparse_indexer_target_interface(q[rows], kv, indices[rows], softmax_scale)
-        if sum_over_ranks is not None:
-            sum_over_ranks(mass)
+        of_rows = sparse_indexer_target_interface(q[rows], kv, indices[rows], softmax_scale)
+        mass[rows] = of_rows[:, : topk_indices.shape[1]]
+    return out, lse, mass
+
+
+def indexer_kl(
+    index_q: Tensor, index_k: Tensor, index_weights: Tensor, topk_indices: Tensor, mass: Tensor
+) -> Tensor:
+    """KL(p || softmax(index scores)) over topk_indices, the scores by Megatron-Core.
+
+    Tensors as in the reference, index_q and index_k bf16 -> kl [t_q] fp32, differentiable in the
+    index tensors.
+    Raises BackendError for shapes that do not fit, other dtypes, and more than 64 index heads.
+    """
+    check_sparse_inputs(index_q, index_k, index_weights, topk_indices, mass)
+    _check_bf16(index_q=index_q, index_k=index_k)
+    if topk_indices.numel() == 0 or len(index_k) == 0:
+        empty = (x[..., :0].sum().float() for x in (index_q, index_k, index_weights))
+        return sum(empty, index_weights.new_zeros(len(index_q), dtype=torch.float32))
+    index_q, index_k, index_weights = _pad_index(index_q, index_k, index_weights)
+    indices = _pad_indices(topk_indices)
+    mass = pad(mass.detach(), (0, indices.shape[1] - mass.shape[1]))
+    everything = indices.new_zeros(len(index_q)), indices.new_full((len(index_q),), len(index_k))
+    parts = []
+    for rows in _blocks(len(index_q), len(index_k)):
         scores, _ = lighting_indexer(
             index_q[rows], index_k, index_weights[rows], everything[0][rows], everything[1][rows],
             indices.shape[1], topk_indices=indices[rows],
         )  # fmt: skip
-        parts.append(kl_per_row(mass, scores, indices[rows] >= 0))
+        parts.append(kl_per_row(mass[rows], scores, indices[rows] >= 0))
     return torch.cat(parts)
+
+
+def indexer_kl_dense(*_: Any, **__: Any) -> Tensor:
+    """Megatron-Core has no kernels for it: raises BackendError."""
+    raise BackendError(
+        "the tilelang backend has no dense form of the indexer's loss",
+        got="all keys of each query",
+        expected="the selected keys, of indexer_kl",
+        remedy='use the backend "triton" or "torch" for the dense warm-up',
+    )
 
 
 def _blocks(num_rows: int, num_keys: int) -> list[slice]:
@@ -168,6 +181,11 @@ def _pad_index(q: Tensor, k: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, T
         )
     q = pad(_pad_last(q, 64), (0, 0, 0, more)).contiguous()
     return q, _pad_last(k, 64).contiguous(), pad(weights.float(), (0, more)).contiguous()
+
+
+def _pad_indices(topk_indices: Tensor) -> Tensor:
+    """[t_q, topk] -> [t_q, a multiple of 64], -1 behind the entries."""
+    return pad(topk_indices, (0, -topk_indices.shape[1] % 64), value=-1)
 
 
 def _pad_last(x: Tensor, unit: int) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from glm5.config import Glm5Config
+from glm5.ops.sparse_mla.tile_probs import PROB_BYTES
 from glm5.plan.workload import Workload
 from glm5.runtime.distributed import Layout
 
@@ -72,12 +73,13 @@ def layer_bytes(
         # back from tokens to heads for the output's weight, the result is another tensor
         core += BF16 * s.tokens * s.heads * c.d_v
     attention = _projections(c, s, work) + BF16 * s.keys * c.d_qk + core
-    if full and work.trains_indexer:
-        attention += _indexer(c, s)
     if sparse:
         mlp, passing = _experts(c, s, layout, work)
     else:
         mlp, passing = _dense_mlp(c, s, layout, work)
+    if full and work.trains_indexer:
+        attention += _indexer(c, s)
+        passing = max(passing, _mass_passing(c, s))
     return LayerBytes(
         kept=attention + _mlp_norm(c, s, work, sparse=sparse) + mlp,
         kept_core=core,
@@ -138,9 +140,15 @@ def _attention_passing(c: Glm5Config, s: Shapes) -> int:
 
 
 def _indexer(c: Glm5Config, s: Shapes) -> int:
-    """Its queries, and its input in fp32 for the head weights."""
+    """Its queries, its input in fp32 for the head weights, the loss's gradient in its scores."""
     queries = BF16 * s.shard * c.index_n_heads * c.index_head_dim
-    return queries + FP32 * s.shard * c.hidden_size
+    return queries + FP32 * s.shard * (c.hidden_size + c.index_topk)
+
+
+def _mass_passing(c: Glm5Config, s: Shapes) -> int:
+    """In the forward pass: the probabilities of a chunk of queries, and their sums over heads."""
+    probs = BF16 * s.tokens * s.heads * c.index_topk
+    return min(probs, PROB_BYTES) + FP32 * s.shard * c.index_topk
 
 
 def _mlp_norm(c: Glm5Config, s: Shapes, work: Workload, *, sparse: bool) -> int:

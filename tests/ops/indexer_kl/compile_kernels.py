@@ -17,7 +17,7 @@ _POINTERS = {
     triton_mass._attention_mass_kernel: {"q_ptr": "*bf16", "kv_ptr": "*bf16", "lse_ptr": "*fp32"}
     | {"mass_ptr": "*fp32", "scale_log2": "fp32"},
     triton_divergence._divergence_kernel: {"q_ptr": "*bf16", "k_ptr": "*bf16"}
-    | dict.fromkeys(("weights_ptr", "mass_ptr", "scores_ptr", "kl_ptr"), "*fp32"),
+    | dict.fromkeys(("weights_ptr", "mass_ptr", "grad_scores_ptr", "kl_ptr"), "*fp32"),
     triton_grads._score_grads_kernel: {"q_ptr": "*bf16", "k_ptr": "*bf16", "grad_q_ptr": "*bf16"}
     | {f"{name}_ptr": "*fp32" for name in ("grad_scores", "grad_kl", "grad_k", "grad_weights")}
     | {"weights_ptr": "*fp32"},
@@ -28,11 +28,12 @@ def compile_as_launched(kernel: Any, options: dict[str, Any], is_listed: bool) -
     """With the tiles that the launcher chooses at the sizes of GLM-5."""
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
     arguments = {**_POINTERS[kernel], **_KEYS, **options, "UPCAST": False, "IS_LISTED": is_listed}
+    arguments = {name: arguments[name] for name in kernel.arg_names}
     return compile_kernel(ASTSource, kernel, arguments, **launch)
 
 
 def main() -> None:
-    """Compile both forms of each kernel and report."""
+    """Compile the forms of each kernel and report."""
     q = torch.empty(1, 64, 576, dtype=torch.bfloat16, device="meta")
     index_q = torch.empty(1, 32, 128, dtype=torch.bfloat16, device="meta")
     kernels = {
@@ -48,6 +49,7 @@ def main() -> None:
         )
         for name, (kernel, launch_options, tensor) in kernels.items()
         for is_listed in (True, False)
+        if not (is_listed and name == "mass")  # the attention's forward gives it
     }
     report = {
         name: {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from glm5.ops.sparse_mla import reference
-from glm5.ops.sparse_mla.autograd import sparse_mla
+from glm5.ops.sparse_mla.autograd import sparse_mla_with_mass
 from tests.ops import oracles
 from tests.ops.random_shapes import random_shapes
 
@@ -28,8 +28,8 @@ DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
 
 def _run(function, q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, grad: Tensor):
     q, kv = (x.detach().clone().requires_grad_() for x in (q, kv))
-    out, lse = function(q, kv, indices, scale, d_v)
-    return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, kv), grad)
+    out, lse, mass = function(q, kv, indices, scale, d_v)
+    return out.detach(), lse.detach(), mass.detach(), *torch.autograd.grad(out, (q, kv), grad)
 
 
 def _naive(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int):
@@ -39,7 +39,9 @@ def _naive(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int):
     mask = mask[:, None, :-1]
     logits = (torch.einsum("thd,sd->ths", q, kv) * scale).masked_fill(~mask, -torch.inf)
     probs = torch.softmax(logits, -1).masked_fill(~mask, 0)
-    return probs @ kv[:, :d_v], torch.logsumexp(logits.float(), -1)
+    mass = torch.nn.functional.pad(probs.sum(1), (0, 1))
+    mass = mass.gather(1, indices.long().where(indices >= 0, len(kv)))
+    return probs @ kv[:, :d_v], torch.logsumexp(logits.float(), -1), mass
 
 
 @random_shapes(50)
@@ -57,9 +59,11 @@ def test_random_shapes(data: st.DataObject, request: pytest.FixtureRequest) -> N
     indices = oracles.random_selection(t_q, t_k, topk).to(DEVICE)
     q, kv = torch.randn(t_q, h, d_qk).to(DEVICE, dtype), torch.randn(t_k, d_qk).to(DEVICE, dtype)
     grad, scale = torch.randn(t_q, h, d_v).to(DEVICE, dtype), d_qk**-0.5
-    exact = _run(reference.sparse_mla, q.double(), kv.double(), indices, scale, d_v, grad.double())
+    wide = q.double(), kv.double(), indices, scale, d_v, grad.double()
+    exact = _run(reference.sparse_mla_with_mass, *wide)
     naive = _run(_naive, q, kv, indices, scale, d_v, grad)
-    ours = _run(partial(sparse_mla, deterministic=deterministic), q, kv, indices, scale, d_v, grad)
+    function = partial(sparse_mla_with_mass, deterministic=deterministic)
+    ours = _run(function, q, kv, indices, scale, d_v, grad)
     # of one key the gradients are differences of equal terms, of about this size
     term = scale * grad.abs().max() * kv.abs().max() ** 2 * d_v**0.5 if t_q else 0.0
     floor = 32 * torch.finfo(torch.float32).eps * float(term)

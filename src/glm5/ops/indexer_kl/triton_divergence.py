@@ -12,7 +12,7 @@ from glm5.ops.indexer_kl.triton_keys import KeyRows, index_sizes, is_small_tile,
 @triton.jit
 def _divergence_kernel(
     q_ptr, k_ptr, weights_ptr, indices_ptr, starts_ptr, num_keys_ptr, width,
-    mass_ptr, scores_ptr, kl_ptr,
+    mass_ptr, grad_scores_ptr, kl_ptr,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, IS_LISTED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -26,7 +26,8 @@ def _divergence_kernel(
     if UPCAST:
         q = q.to(tl.float32)
     weights = tl.load(weights_ptr + row * NUM_HEADS + heads, mask=is_head, other=0.0)
-    mass_row, scores_row = mass_ptr + row * width, scores_ptr + row * width
+    # The gradient's place holds the scores until their softmax is known.
+    mass_row, scores_row = mass_ptr + row * width, grad_scores_ptr + row * width
     peak, total, mass = float("-inf"), 0.0, 0.0
     for start in tl.range(0, num_keys, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
@@ -59,22 +60,28 @@ def _divergence_kernel(
         # A NaN in p has to reach the loss.
         terms = tl.where(p == 0.0, 0.0, p * (tl.log(tl.where(p == 0.0, 1.0, p)) - log_q))
         kl += tl.sum(terms, 0)
-        tl.store(mass_row + columns, tl.exp(log_q) - p, mask=inside)
+        tl.store(scores_row + columns, tl.exp(log_q) - p, mask=inside)
     tl.store(kl_ptr + row, kl)
 
 
 def divergence(
-    q: Tensor, k: Tensor, weights: Tensor, keys: KeyRows, mass: Tensor, scores: Tensor, kl: Tensor
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    keys: KeyRows,
+    mass: Tensor,
+    grad_scores: Tensor,
+    kl: Tensor,
 ) -> None:
     """kl[i] = sum_n p log(p / softmax(s)), p = mass[i] / sum(mass[i]), s the index scores of row i.
 
-    q [t_q, h_i, d_i], k [t_k, d_i] one float dtype, weights [t_q, h_i] fp32, all contiguous;
-    scores [t_q or more, keys.width] fp32 is overwritten. mass [t_q, keys.width] fp32 becomes the
-    gradient of kl in the scores: softmax(s) - p. -> kl [t_q] fp32, 0 for a row without keys.
+    q [t_q, h_i, d_i], k [t_k, d_i] one float dtype, weights [t_q, h_i] fp32, mass
+    [t_q, keys.width] fp32, all contiguous. Written: grad_scores [t_q, keys.width] fp32, the
+    gradient of kl in the scores: softmax(s) - p; kl [t_q] fp32, 0 for a row without keys.
     """
     if len(q):
         _divergence_kernel[(len(q),)](
-            q, k, weights, *keys.kernel_arguments(), mass, scores, kl,
+            q, k, weights, *keys.kernel_arguments(), mass, grad_scores, kl,
             IS_LISTED=keys.indices is not None, **launch_options(q),
         )  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""How much attention each key of a query gets from all heads, from the log-sum-exp of the forward.
+"""How much attention each key in a range gets from all heads, from the log-sum-exp of its logits.
 
-One matrix product and one gather per key: less than half of an attention forward. Nothing has to
-be rescaled, since the denominators are known.
+For the dense warm-up, where no attention over these keys has run that could have kept its
+probabilities. One matrix product per key. Nothing has to be rescaled, since the denominators are
+known.
 """
 
 from typing import Any
@@ -11,20 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.ops.indexer_kl.triton_keys import KeyRows, is_interpreted, load_keys, padded
+from glm5.ops.indexer_kl.triton_keys import KeyRows, is_interpreted, padded
 
 
 @triton.jit
 def _attention_mass_kernel(
-    q_ptr, kv_ptr, lse_ptr, indices_ptr, starts_ptr, num_keys_ptr, width, mass_ptr, scale_log2,
-    NUM_HEADS: tl.constexpr, D_QK: tl.constexpr, IS_LISTED: tl.constexpr,
+    q_ptr, kv_ptr, lse_ptr, starts_ptr, num_keys_ptr, width, mass_ptr, scale_log2,
+    NUM_HEADS: tl.constexpr, D_QK: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     log2_e: tl.constexpr = 1.4426950408889634
     # The last tokens have the most keys under a causal mask: they go first, for an even finish.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    num_keys = tl.load(num_keys_ptr + row)
+    num_keys, first_key = tl.load(num_keys_ptr + row), tl.load(starts_ptr + row)
     dims, tail = tl.arange(0, BLOCK_D), BLOCK_D + tl.arange(0, BLOCK_TAIL)
     is_dim, is_tail = (dims < D_QK)[None, :], (tail < D_QK)[None, :]
     for first_head in tl.range(0, NUM_HEADS, BLOCK_H):
@@ -39,9 +40,8 @@ def _attention_mass_kernel(
         lse = tl.load(lse_ptr + row * NUM_HEADS + heads, mask=heads < NUM_HEADS, other=float("inf"))
         for start in tl.range(0, num_keys, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
-            keys = load_keys(indices_ptr, starts_ptr, row, columns, num_keys, width, IS_LISTED)
-            is_key = (keys >= 0)[:, None]
-            kv_rows = kv_ptr + keys.to(tl.int64)[:, None] * D_QK
+            is_key = (columns < num_keys)[:, None]
+            kv_rows = kv_ptr + (first_key + columns).to(tl.int64)[:, None] * D_QK
             k = tl.load(kv_rows + dims[None, :], mask=is_key & is_dim, other=0.0)
             k_tail = tl.load(kv_rows + tail[None, :], mask=is_key & is_tail, other=0.0)
             if UPCAST:
@@ -51,7 +51,7 @@ def _attention_mass_kernel(
             if D_QK > BLOCK_D:
                 logits = tl.dot(k_tail, tl.trans(q_tail), logits, input_precision="ieee")
             probs = tl.exp2(logits * scale_log2 - (lse * log2_e)[None, :])
-            total = tl.where(keys >= 0, tl.sum(probs, 1), 0.0)
+            total = tl.sum(probs, 1)
             places = mass_ptr + row * width + columns
             if NUM_HEADS > BLOCK_H:
                 seen = (columns < num_keys) & (first_head > 0)
@@ -64,14 +64,14 @@ def attention_mass(
 ) -> None:
     """mass[i, n] = sum_h exp(softmax_scale q[i, h] . kv[key n of row i] - lse[i, h]).
 
-    q [t_q, h, d_qk], kv [t_k, d_qk] one float dtype, lse [t_q, h] fp32, all contiguous
-    -> mass [t_q, keys.width] fp32, of which only the places of each row are written; a place
-    without a key gets 0.
+    q [t_q, h, d_qk], kv [t_k, d_qk] one float dtype, lse [t_q, h] fp32, all contiguous; keys are
+    ranges -> mass [t_q, keys.width] fp32, of which only the places of each row are written.
     """
+    assert keys.indices is None, "the forward over listed keys gives their mass"
     if len(q):
         _attention_mass_kernel[(len(q),)](
-            q, kv, lse, *keys.kernel_arguments(), mass, softmax_scale * 1.4426950408889634,
-            IS_LISTED=keys.indices is not None, **launch_options(q),
+            q, kv, lse, keys.starts, keys.num_keys, keys.width, mass,
+            softmax_scale * 1.4426950408889634, **launch_options(q),
         )  # fmt: skip
 
 

@@ -16,15 +16,15 @@ def probabilities_(logits: Tensor, lse: Tensor) -> Tensor:
     return logits.sub_(finite[..., None]).exp_()
 
 
-def attend(q: Tensor, kv: Tensor, mask: Tensor, d_v: int) -> tuple[Tensor, Tensor]:
-    """out = softmax(q . kv) kv[:, :d_v] over the masked keys, and the log-sum-exp of the logits.
+def attend(q: Tensor, kv: Tensor, mask: Tensor, d_v: int) -> tuple[Tensor, Tensor, Tensor]:
+    """out = softmax(q . kv) kv[:, :d_v] over the masked keys, the logits' log-sum-exp, the softmax.
 
-    q [c, h, d] scaled, kv [n, d], mask [c, n] bool -> out [c, h, d_v], lse [c, h].
+    q [c, h, d] scaled, kv [n, d], mask [c, n] bool -> out [c, h, d_v], lse [c, h], [c, h, n].
     """
     logits = masked_logits(q, kv, mask)
     lse = torch.logsumexp(logits, dim=-1)
-    probs = probabilities_(logits, lse).flatten(0, 1)
-    return (probs @ kv[:, :d_v]).unflatten(0, q.shape[:2]), lse
+    probs = probabilities_(logits, lse)
+    return (probs.flatten(0, 1) @ kv[:, :d_v]).unflatten(0, q.shape[:2]), lse, probs
 
 
 def attend_backward(

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from glm5.ops.sparse_mla.hopper_bwd import num_head_parts, sparse_mla_bwd, sparse_mla_bwd_rows
-from glm5.ops.sparse_mla.hopper_fwd import sparse_mla_fwd
+from glm5.ops.sparse_mla.hopper_fwd import sparse_mla_fwd, sparse_mla_fwd_into, tile_shape
 from glm5.ops.sparse_mla.selection import Selection, one_by_one, unions
 
 # A tile has 64 rows: of one query's heads, or of few heads of several queries. More queries share
@@ -29,6 +29,8 @@ class HopperKernels:
         return unions(topk_indices, num_keys, together)
 
     forward = staticmethod(sparse_mla_fwd)
+    forward_into = staticmethod(sparse_mla_fwd_into)
+    tile_shape = staticmethod(tile_shape)
     backward = staticmethod(sparse_mla_bwd)
     backward_rows = staticmethod(sparse_mla_bwd_rows)
     num_row_parts = staticmethod(num_head_parts)

@@ -6,6 +6,7 @@ Four warps gather keys into two buffers, one tile of 64 keys each. Two groups of
 the rest: group g computes the probabilities of every second tile, and columns 256 g .. 256 g + 256
 of the output for all tiles. So one group multiplies while the other takes exponentials. A group
 keeps its own probabilities in registers and hands them to the other through shared memory.
+From there they are copied to memory too, where they are kept (tile_probs.py says for what).
 """
 
 import torch
@@ -17,13 +18,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from glm5.ops.sparse_mla.hopper_gather import copy_columns, copy_heads, key_rows
 from glm5.ops.sparse_mla.hopper_store import store_heads
 from glm5.ops.sparse_mla.selection import Selection
+from glm5.ops.sparse_mla.tile_probs import TileProbs, TileShape
 
 _ROWS = 64
 _S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -79,16 +83,28 @@ def _publish(probs, row_max, p, p_row_max, bar):
 
 
 @gluon.jit
+def _begin_to_keep(probs, p, tile):
+    """Begin to copy the other group's probabilities of a tile to memory; it may not change p yet.
+
+    probs describes [tiles * 64, 64].
+    """
+    tma.async_copy_shared_to_global(probs, [tile * 64, 0], p)
+
+
+@gluon.jit
 def _attend(
     results,
+    kept,
     members,
     sizes,
     smem,
     bars,
     packed: gl.constexpr,
+    keeps: gl.constexpr,
     group: gl.constexpr,
 ):
     out, lse = results
+    kept_probs, kept_maxima, first_tile = kept
     length, scale_log2, num_heads, heads_per_query = sizes
     all_q_v, all_q_tail, k_v, k_tail, all_p, p_row_max, sums = smem
     k_full, k_free, p_full, sum_full = bars
@@ -132,6 +148,8 @@ def _attend(
             mbarrier.wait(k_full.index(1), phase)
             mbarrier.wait(p_full.index(0), phase)
             fence_async_shared()
+            if keeps:
+                _begin_to_keep(kept_probs, p, first_tile + pair * 2)
             first_max = p_row_max.load(_S_ROW)
             acc = _rescaled(acc, row_max, first_max)
             acc = warpgroup_mma(p, v_0, acc, is_async=True)
@@ -142,6 +160,9 @@ def _attend(
         row_sum = row_sum * gl.exp2(sum_max - shift) + gl.sum(probs, 1)
         sum_max = new_max
         probs = probs.to(gl.bfloat16)
+        if keeps:
+            of_tile = kept_maxima + (first_tile + pair * 2 + group) * 64
+            gl.store(of_tile + gl.arange(0, 64, layout=_S_ROW), new_max)
         if group == 0:
             _publish(probs, new_max, p, p_row_max, p_full.index(0))
             acc = _rescaled(acc, row_max, new_max)
@@ -151,18 +172,24 @@ def _attend(
             mbarrier.wait(k_full.index(2), phase)
             mbarrier.wait(p_full.index(1), phase)
             fence_async_shared()
+            if keeps:
+                _begin_to_keep(kept_probs, p, first_tile + pair * 2 + 1)
             row_max = p_row_max.load(_S_ROW)
             acc = _rescaled(acc, new_max, row_max)
             acc = warpgroup_mma(p, v_1, acc, is_async=True)
         else:
             # p is read until then.
             acc = warpgroup_mma_wait(0, deps=[acc])
+            if keeps:
+                tma.store_wait(0)
             _release(k_free.index(group))
             _publish(probs, new_max, p, p_row_max, p_full.index(1))
             acc = _rescaled(acc, row_max, new_max)
             row_max = new_max
             acc = warpgroup_mma(gl.convert_layout(probs, p_layout), v_1, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
+        if keeps:
+            tma.store_wait(0)
         _release(k_free.index(2 + group))
 
     shift = gl.where(row_max == float("-inf"), 0.0, row_max)
@@ -190,7 +217,7 @@ def _barriers(num: gl.constexpr, count: gl.constexpr):
     return bars
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_tiles"])
 def _sparse_mla_fwd_hopper_kernel(
     q,
     kv,
@@ -204,7 +231,11 @@ def _sparse_mla_fwd_hopper_kernel(
     rows_per_item,
     heads_per_query,
     width,
+    kept_probs,
+    kept_maxima,
+    num_tiles,
     PACKED: gl.constexpr,
+    KEEPS: gl.constexpr,
 ):
     # The last queries have the most keys under a causal mask: they go first, for an even finish.
     item = (gl.num_programs(0) - 1 - gl.program_id(0)).to(gl.int64)
@@ -236,11 +267,14 @@ def _sparse_mla_fwd_hopper_kernel(
     zero: gl.constexpr = 0
     one: gl.constexpr = 1
     results = (out, lse)
+    # Tiles are kept in the order of rows of the selection, parts of their rows, and keys.
+    first_tile = (item * gl.num_programs(1) + gl.program_id(1)).to(gl.int32) * num_tiles
+    kept = (kept_probs, kept_maxima, first_tile)
     sizes = (length, scale_log2, num_heads, heads_per_query)
     gl.warp_specialize(
         [
-            (_attend, (results, members, sizes, smem, bars, PACKED, zero)),
-            (_attend, (results, members, sizes, smem, bars, PACKED, one)),
+            (_attend, (results, kept, members, sizes, smem, bars, PACKED, KEEPS, zero)),
+            (_attend, (results, kept, members, sizes, smem, bars, PACKED, KEEPS, one)),
             (_gather, (q + row * 576, kv, indices, length, num_heads, smem, bars)),
         ],
         [4, 4],
@@ -259,11 +293,25 @@ def sparse_mla_fwd(
 
     The queries of one row of the selection have at most 64 heads together, or there is one.
     """
+    out = q.new_empty(*q.shape[:2], d_v)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    sparse_mla_fwd_into(q, kv, selection, softmax_scale, out, lse, None)
+    return out, lse
+
+
+def sparse_mla_fwd_into(
+    q: Tensor,
+    kv: Tensor,
+    selection: Selection,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    kept: TileProbs | None,
+) -> None:
+    """As portable_fwd.sparse_mla_fwd_into, of what sparse_mla_fwd takes."""
     t_q, h, _ = q.shape
-    out = q.new_empty(t_q, h, d_v)
-    lse = torch.empty(t_q, h, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
-        return out, lse
+        return
     rows_per_item = h * selection.queries_per_row
     packed = selection.members is not None
     _sparse_mla_fwd_hopper_kernel[(len(selection.lengths), triton.cdiv(rows_per_item, _ROWS))](
@@ -279,7 +327,22 @@ def sparse_mla_fwd(
         rows_per_item,
         h,
         selection.indices.shape[1],
+        q if kept is None else _described(kept.probs),
+        lse if kept is None else kept.maxima,
+        0 if kept is None else kept.maxima.shape[2],
         PACKED=packed,
+        KEEPS=kept is not None,
         num_warps=4,
     )
-    return out, lse
+
+
+def tile_shape(q: Tensor, d_v: int) -> TileShape:
+    """Of what sparse_mla_fwd_into keeps."""
+    del q, d_v
+    return TileShape(_ROWS, 64)
+
+
+def _described(probs: Tensor) -> TensorDescriptor:
+    """Of the tiles of probs [.., 64, 64] bf16, one below the other."""
+    layout = gl.NVMMASharedLayout.get_default_for([_ROWS, 64], gl.bfloat16)
+    return TensorDescriptor.from_tensor(probs.view(-1, 64), [_ROWS, 64], layout)

@@ -8,6 +8,7 @@ from torch import Tensor
 from glm5.ops.devices import is_hopper
 from glm5.ops.sparse_mla import portable_bwd, portable_fwd
 from glm5.ops.sparse_mla.selection import Selection, one_by_one
+from glm5.ops.sparse_mla.tile_probs import TileProbs, TileShape
 
 
 class Kernels(Protocol):
@@ -25,6 +26,21 @@ class Kernels(Protocol):
         d_v: int,
     ) -> tuple[Tensor, Tensor]:
         """-> out, lse."""
+
+    def forward_into(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        selection: Selection,
+        softmax_scale: float,
+        out: Tensor,
+        lse: Tensor,
+        kept: TileProbs | None,
+    ) -> None:
+        """Write out, lse, and the probabilities that they are made of, where they are kept."""
+
+    def tile_shape(self, q: Tensor, d_v: int) -> TileShape:
+        """Of the probabilities that forward_into keeps."""
 
     def backward(
         self,
@@ -74,6 +90,8 @@ class PortableKernels:
         return one_by_one(topk_indices)
 
     forward = staticmethod(portable_fwd.sparse_mla_fwd)
+    forward_into = staticmethod(portable_fwd.sparse_mla_fwd_into)
+    tile_shape = staticmethod(portable_fwd.tile_shape)
     backward = staticmethod(portable_bwd.sparse_mla_bwd)
     backward_rows = staticmethod(portable_bwd.sparse_mla_bwd_rows)
     num_row_parts = staticmethod(portable_bwd.num_head_parts)

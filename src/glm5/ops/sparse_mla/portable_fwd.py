@@ -7,9 +7,10 @@ from torch import Tensor
 
 from glm5.ops.sparse_mla.portable_tiles import PortableTiles
 from glm5.ops.sparse_mla.selection import Selection
+from glm5.ops.sparse_mla.tile_probs import TileProbs, TileShape
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _sparse_mla_fwd_kernel(
     q,
     kv,
@@ -20,6 +21,9 @@ def _sparse_mla_fwd_kernel(
     scale_log2,
     num_heads,
     topk,
+    kept_probs,
+    kept_maxima,
+    num_tiles,
     d_qk: tl.constexpr,
     d_v: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -27,6 +31,7 @@ def _sparse_mla_fwd_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
     UPCAST: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
     # The last tokens have the most keys under a causal mask: they go first, for an even finish.
     token = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
@@ -63,6 +68,12 @@ def _sparse_mla_fwd_kernel(
         # A tile without keys leaves the maximum at -inf, and -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         probs = tl.exp2(logits - shift[:, None])
+        if KEEPS:
+            part = token * tl.num_programs(1) + tl.program_id(1)
+            kept_rows = (part * num_tiles + start // BLOCK_N) * BLOCK_H + tl.arange(0, BLOCK_H)
+            kept_places = kept_rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            tl.store(kept_maxima + kept_rows, new_max)
+            tl.store(kept_probs + kept_places, probs.to(kept_probs.dtype.element_ty))
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         acc = acc * rescale[:, None]
@@ -96,13 +107,32 @@ def sparse_mla_fwd(
     q [t_q, h, d_qk], kv [t_k, d_qk] one float dtype, selection one_by_one, all contiguous
     -> out [t_q, h, d_v] in q's dtype, lse [t_q, h] fp32.
     """
-    t_q, h, d_qk = q.shape
-    out = q.new_empty(t_q, h, d_v)
-    lse = torch.empty(t_q, h, dtype=torch.float32, device=q.device)
+    out = q.new_empty(*q.shape[:2], d_v)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    sparse_mla_fwd_into(q, kv, selection, softmax_scale, out, lse, None)
+    return out, lse
+
+
+def sparse_mla_fwd_into(
+    q: Tensor,
+    kv: Tensor,
+    selection: Selection,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+    kept: TileProbs | None,
+) -> None:
+    """As sparse_mla_fwd, written to out and lse; the probabilities to kept, where it is given.
+
+    kept has as many rows as the selection, and tiles of tile_shape.
+    """
+    h, d_qk = q.shape[1:]
     if out.numel() == 0:
-        return out, lse
+        return
+    d_v = out.shape[2]
+    probs, maxima = (out, lse) if kept is None else kept
     tiles = PortableTiles.forward(q, d_v)
-    _sparse_mla_fwd_kernel[(t_q, triton.cdiv(h, tiles.heads))](
+    _sparse_mla_fwd_kernel[(len(q), triton.cdiv(h, tiles.heads))](
         q,
         kv,
         selection.indices,
@@ -112,8 +142,17 @@ def sparse_mla_fwd(
         softmax_scale * 1.4426950408889634,
         h,
         selection.indices.shape[1],
+        probs,
+        maxima,
+        0 if kept is None else maxima.shape[2],
         d_qk=d_qk,
         d_v=d_v,
+        KEEPS=kept is not None,
         **tiles.launch_options(),
     )
-    return out, lse
+
+
+def tile_shape(q: Tensor, d_v: int) -> TileShape:
+    """Of what sparse_mla_fwd_into keeps of q [t_q, h, d_qk]."""
+    tiles = PortableTiles.forward(q, d_v)
+    return TileShape(tiles.heads, tiles.keys)

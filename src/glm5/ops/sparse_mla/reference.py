@@ -35,35 +35,65 @@ def sparse_mla(
     """
     del deterministic
     check_inputs(q, kv, topk_indices, d_v)
-    return _SparseMlaFunction.apply(q, kv, topk_indices, softmax_scale, d_v)
+    out, lse, _ = _SparseMlaFunction.apply(False, q, kv, topk_indices, softmax_scale, d_v)
+    return out, lse
+
+
+def sparse_mla_with_mass(
+    q: Tensor,
+    kv: Tensor,
+    topk_indices: Tensor,
+    softmax_scale: float,
+    d_v: int,
+    *,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As sparse_mla, and -> mass [t_q, topk] fp32 (fp64 for fp64 q), without gradient.
+
+    mass[i, n] is how much attention query i gives to the key topk_indices[i, n], summed over its
+    heads: at most their number; 0 where there is no key. It is what trains the indexer.
+    """
+    del deterministic
+    check_inputs(q, kv, topk_indices, d_v)
+    return _SparseMlaFunction.apply(True, q, kv, topk_indices, softmax_scale, d_v)
 
 
 class _SparseMlaFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float, d_v: int
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        with_mass: bool,
+        q: Tensor,
+        kv: Tensor,
+        topk_indices: Tensor,
+        softmax_scale: float,
+        d_v: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         selection, dtype = KeySelection(topk_indices), accumulation_dtype(q)
         out = q.new_zeros(*q.shape[:2], d_v)
         lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
+        mass = lse.new_zeros(topk_indices.shape) if with_mass else None
         with no_autocast(q):
             keys_and_values = kv.to(dtype)
             for chunk in selection.chunks(len(kv), _num_rows(q, kv, topk_indices)):
                 rows, keys = chunk
                 q_rows = q[rows].to(dtype) * softmax_scale
-                out[rows], lse[rows] = attend(
+                out[rows], lse[rows], probs = attend(
                     q_rows, keys_and_values[keys], selection.mask(chunk), d_v
                 )
+                if mass is not None:
+                    mass[rows] = selection.by_entry(probs.sum(1), chunk)
+                del probs  # the next chunk needs the memory
         ctx.softmax_scale = softmax_scale
         ctx.save_for_backward(q, kv, topk_indices, out, lse)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.mark_non_differentiable(*(x for x in (lse, mass) if x is not None))
+        return out, lse, mass
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_out: Tensor, _grad_lse: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+        ctx: Any, grad_out: Tensor, _grad_lse: Tensor, _grad_mass: Tensor | None
+    ) -> tuple[None, Tensor, Tensor, None, None, None]:
         q, kv, topk_indices, out, lse = ctx.saved_tensors
         selection, dtype = KeySelection(topk_indices), accumulation_dtype(q)
         grad_q, grad_kv = torch.zeros_like(q), torch.zeros_like(kv, dtype=dtype)
@@ -81,7 +111,7 @@ class _SparseMlaFunction(torch.autograd.Function):
                     grad_kv[keys],
                 )
                 grad_q[rows] = grad_q_rows * ctx.softmax_scale
-        return grad_q, grad_kv.to(kv.dtype), None, None, None
+        return None, grad_q, grad_kv.to(kv.dtype), None, None, None
 
 
 def _num_rows(q: Tensor, kv: Tensor, topk_indices: Tensor) -> int:
