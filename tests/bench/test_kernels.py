@@ -1,5 +1,6 @@
 """What the benchmark prints, and what it refuses to print, without a GPU."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from glm5.bench.cases import case_names
 from glm5.bench.ceilings import Ceilings, Work
 from glm5.bench.experts import EXPERTS, group_ends
 from glm5.bench.kernels import Row, cells, failed, measure
-from glm5.bench.plot import intensity, plot_roofline
+from glm5.bench.plot import families_of, intensity, plot_roofline
 from glm5.bench.problems import (
     OURS,
     PLAIN,
@@ -246,6 +247,9 @@ def test_roofline(tmp_path: Path) -> None:
     works = {("attention", name): work for name, work in WORKS.items()}
     plot_roofline(rows, works, CEILINGS, tmp_path / "deep" / "roofline.png")
     assert (tmp_path / "deep" / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    assert list(families_of(rows)) == ["attention"]
+    others = [dataclasses.replace(rows[0], case=case) for case in ("1 x 9 to 9", "experts fc1")]
+    assert list(families_of([*others, rows[0]])) == ["short documents", "experts", "attention"]
 
 
 def test_plain_dense_attention_is_the_measured_one() -> None:
