@@ -22,6 +22,7 @@ from glm5.train.resume import (
 )
 from glm5.train.run_file import RunFile
 from glm5.train.state import TrainState, is_writer
+from glm5.train.steps import StepLoop
 from glm5.train.stop import StopRequest
 from glm5.train.trainable import build_state, build_trainable, describe_model, parallel_layout
 
