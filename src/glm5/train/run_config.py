@@ -1,10 +1,11 @@
 """A run of supervised fine-tuning: what to train, on which data, for how long."""
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from glm5.train.run_file import FREE_ON_RESUME, RunFile, RunKind
+from glm5.train.run_file import FREE_ON_RESUME, Resolver, RunFile, RunKind, resolve_path
 from glm5.train.sections import LengthSection, Paths, Section
 from glm5.train.template import RESERVED_ARGS
 
@@ -65,11 +66,11 @@ class RunConfig(RunFile):
 
     kind: ClassVar[RunKind] = "supervised fine-tuning"
     free_on_resume: ClassVar[tuple[str, ...]] = (*FREE_ON_RESUME, "train.eval_every")
-    path_fields: ClassVar[tuple[tuple[str, str], ...]] = (
-        *RunFile.path_fields,
-        ("data", "train"),
-        ("data", "eval"),
-    )
+    resolvers: ClassVar[Mapping[tuple[str, str], Resolver]] = {
+        **RunFile.resolvers,
+        ("data", "train"): resolve_path,
+        ("data", "eval"): resolve_path,
+    }
     default_indexer_loss_coeff: ClassVar[float] = DEFAULT_INDEXER_LOSS_COEFF
 
     data: DataSection

@@ -42,7 +42,34 @@ FREE_ON_RESUME = (
     "output.tensorboard",
 )
 
+Resolver = Callable[[Any, Path], Any]
+"""(value as written, folder where relative paths start) -> value."""
+
 RunKind = Literal["supervised fine-tuning", "reinforcement learning"]
+
+
+def _absolute(value: str, folder: Path) -> str:
+    try:
+        return str((folder / Path(value).expanduser()).resolve())
+    except (ValueError, RuntimeError) as error:  # a null character; a ~user that nobody is
+        raise ConfigError("no path can be made of this", got=f"{value!r}: {error}") from None
+
+
+def resolve_path(value: Any, folder: Path) -> Any:
+    """A path, or a list of them, from `folder`; what is neither is left for the check to refuse."""
+    if isinstance(value, list):
+        return [resolve_path(item, folder) for item in value]
+    # An empty string is a mistake, not a name for the folder itself.
+    if not isinstance(value, str) or not value:
+        return value
+    return _absolute(value, folder)
+
+
+def resolve_model(value: Any, folder: Path) -> Any:
+    """As a path, unless it is the name of a repository."""
+    # A name such as zai-org/GLM-5 is a folder only where that folder exists.
+    is_repo_id = isinstance(value, str) and value.count("/") <= 1 and value[:1] not in "./~"
+    return value if is_repo_id and not (folder / value).is_dir() else resolve_path(value, folder)
 
 
 class RunFile(Section):
@@ -50,11 +77,12 @@ class RunFile(Section):
 
     free_on_resume: ClassVar[tuple[str, ...]] = FREE_ON_RESUME
     """These may change when a run resumes; every other field must stay as it was."""
-    path_fields: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("lora", "init_from"),
-        ("output", "dir"),
-    )
-    """(section, key) of what is a path, or a list of them."""
+    resolvers: ClassVar[Mapping[tuple[str, str], Resolver]] = {
+        ("model", "path"): resolve_model,
+        ("lora", "init_from"): resolve_path,
+        ("output", "dir"): resolve_path,
+    }
+    """(section, key) of what names a file, and how a relative name of it is resolved."""
     kind: ClassVar[RunKind]
     default_indexer_loss_coeff: ClassVar[float]
     """Where the indexer trains and the file does not say."""
@@ -85,12 +113,12 @@ class RunFile(Section):
         if self.optimizer.warmup_steps < self.num_updates:
             return []
         return [
-            f"optimizer.warmup_steps {self.optimizer.warmup_steps} is not below "
-            f"{self._num_updates_told}"
+            f"optimizer.warmup_steps {self.optimizer.warmup_steps} is not below {self.updates_told}"
         ]
 
     @property
-    def _num_updates_told(self) -> str:
+    def updates_told(self) -> str:
+        """Which settings say how many updates there are."""
         return f"train.steps {self.train.steps}"
 
     def _indexer_problems(self) -> list[str]:
@@ -169,12 +197,8 @@ class RunFile(Section):
 
     @classmethod
     def _resolve_paths(cls, tables: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-        resolvers: dict[tuple[str, str], Callable[[Any, Path], Any]] = {
-            ("model", "path"): _resolve_model,
-            **dict.fromkeys(cls.path_fields, _resolve),
-        }
         resolved = dict(tables)
-        for (section, key), resolver in resolvers.items():
+        for (section, key), resolver in cls.resolvers.items():
             table = resolved.get(section)
             if isinstance(table, Mapping) and key in table:
                 resolved[section] = {**table, key: resolver(table[key], folder)}
@@ -200,25 +224,3 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not UTF-8", got=f"byte offset {error.start}") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML", got=error) from None
-
-
-def _absolute(value: str, folder: Path) -> str:
-    try:
-        return str((folder / Path(value).expanduser()).resolve())
-    except (ValueError, RuntimeError) as error:  # a null character; a ~user that nobody is
-        raise ConfigError("no path can be made of this", got=f"{value!r}: {error}") from None
-
-
-def _resolve(value: Any, folder: Path) -> Any:
-    if isinstance(value, list):
-        return [_resolve(item, folder) for item in value]
-    # An empty string is a mistake, not a name for the folder itself.
-    if not isinstance(value, str) or not value:
-        return value
-    return _absolute(value, folder)
-
-
-def _resolve_model(value: Any, folder: Path) -> Any:
-    # A name such as zai-org/GLM-5 is a folder only where that folder exists.
-    is_repo_id = isinstance(value, str) and value.count("/") <= 1 and value[:1] not in "./~"
-    return value if is_repo_id and not (folder / value).is_dir() else _resolve(value, folder)

@@ -166,6 +166,11 @@ class LayoutSection(Section):
     """Decoder layers of each of the pp * vpp pipeline stages, in the model's order; absent: the
     most even split that IndexShare allows."""
 
+    @property
+    def splits_model(self) -> bool:
+        """Whether one process holds less than the whole model."""
+        return max(self.tp, self.pp, self.ep, self.etp) > 1
+
 
 class OptimizerSection(Section):
     """`[optimizer]`: AdamW and its learning-rate schedule."""
