@@ -1,0 +1,57 @@
+"""Which completions this rank computes together, by a budget of tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core import parallel_state
+
+from glm5.rl.row import Document, PolicyRow, policy_row
+from glm5.runtime.distributed import current_layout
+from glm5.train.batches import micro_batches_together, token_multiple
+from glm5.train.packing import plan_rows
+
+
+@dataclass(frozen=True)
+class PolicyBatcher:
+    """Packs completions into micro-batches of at most `max_tokens`, and shares those out.
+
+    Ranks that exchange tokens need equally long micro-batches: where the model is split they are
+    padded to the capacity.
+    """
+
+    max_tokens: int
+    pad_token_id: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a padded micro-batch, over all context-parallel ranks."""
+        multiple = token_multiple()
+        return math.ceil(self.max_tokens / multiple) * multiple
+
+    def share(self, documents: Sequence[Document]) -> list[list[Document]]:
+        """This data-parallel rank's micro-batches: number i goes to rank i mod dp_size.
+
+        Every rank gets equally many, the last ones without a completion where they do not suffice.
+        """
+        plan = plan_rows([document.num_tokens for document in documents], self.max_tokens)
+        micro_batches = [[documents[index] for index in row] for row in plan]
+        ranks = parallel_state.get_data_parallel_world_size()
+        missing = -len(micro_batches) % (ranks * micro_batches_together())
+        micro_batches += [[] for _ in range(missing)]
+        return micro_batches[parallel_state.get_data_parallel_rank() :: ranks]
+
+    def row(self, documents: Sequence[Document]) -> PolicyRow:
+        """One micro-batch, in the shape that the layout needs."""
+        layout = current_layout()
+        is_split = layout.splits_model or layout.cp > 1
+        return policy_row(documents, self.capacity if is_split else None, self.pad_token_id)
+
+
+def split_updates[T](items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """At most `count` runs of items, in order and as equal as can be; none of them is empty."""
+    count = min(count, len(items))
+    bounds = [len(items) * part // count for part in range(count + 1)] if count else [0]
+    return [items[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
