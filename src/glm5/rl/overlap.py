@@ -39,10 +39,11 @@ class Overlap:
             return
         layers = self.recorded.topk[layer]
         for places, recorded in layers.recorded(queries, topk_indices.device):
-            self._add("topk", recorded.numel(), _num_shared(recorded, topk_indices[places]))
+            same = _num_shared(recorded, topk_indices[places])
+            self._add("topk", same.new_full((), recorded.numel()), same)
 
-    def _add(self, stream: Stream, recorded: Tensor | int, same: Tensor) -> None:
-        self.counts[stream] += torch.stack([same.new_tensor(recorded), same])
+    def _add(self, stream: Stream, recorded: Tensor, same: Tensor) -> None:
+        self.counts[stream] += torch.stack([recorded, same])
 
 
 def overlap_share(counts: Tensor) -> float | None:
