@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron.core import parallel_state
 
@@ -31,17 +32,17 @@ class PolicyBatcher:
         multiple = token_multiple()
         return math.ceil(self.max_tokens / multiple) * multiple
 
-    def share(self, documents: Sequence[Document]) -> list[list[Document]]:
-        """This data-parallel rank's micro-batches: number i goes to rank i mod dp_size.
+    def share(self, documents: Sequence[Document]) -> list[list[list[Document]]]:
+        """The micro-batches of every data-parallel rank: number i goes to rank i mod dp_size.
 
-        Every rank gets equally many, the last ones without a completion where they do not suffice.
+        Each gets equally many, the last ones without a completion where they do not suffice.
         """
         plan = plan_rows([document.num_tokens for document in documents], self.max_tokens)
         micro_batches = [[documents[index] for index in row] for row in plan]
         ranks = parallel_state.get_data_parallel_world_size()
         missing = -len(micro_batches) % (ranks * micro_batches_together())
         micro_batches += [[] for _ in range(missing)]
-        return micro_batches[parallel_state.get_data_parallel_rank() :: ranks]
+        return [micro_batches[rank::ranks] for rank in range(ranks)]
 
     def row(self, documents: Sequence[Document]) -> PolicyRow:
         """One micro-batch, in the shape that the layout needs."""
@@ -54,4 +55,4 @@ def split_updates[T](items: Sequence[T], count: int) -> list[Sequence[T]]:
     """At most `count` runs of items, in order and as equal as can be; none of them is empty."""
     count = min(count, len(items))
     bounds = [len(items) * part // count for part in range(count + 1)] if count else [0]
-    return [items[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [items[start:end] for start, end in pairwise(bounds)]

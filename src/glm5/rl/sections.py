@@ -141,6 +141,8 @@ class RolloutSection(Section):
     latent_norm_eps: Positive | None = None
     """Epsilon of the q and kv latent norms in the engine, which the trainer takes over; absent: of
     servers the model's rms_norm_eps, of hf the trainer's."""
+    sleep: bool = False
+    """Whether the engine frees what memory it can while the trainer works."""
     url: Annotated[str, Field(min_length=1)] | None = None
     """Where the server listens, such as http://localhost:30000."""
     model: Annotated[str, Field(min_length=1)] | None = None
@@ -173,6 +175,8 @@ class RolloutSection(Section):
             if getattr(self, name) is None
         ]
         if self.engine == "openai":
+            if self.sleep:
+                problems.append("sleep does nothing with engine openai; remove it")
             problems += self._log_prob_problems()
         if problems:
             raise ValueError("; ".join(problems))

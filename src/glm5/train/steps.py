@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from glm5.errors import DivergedError
+from glm5.errors import DivergedError, Glm5Error
 from glm5.train.metrics import MetricsLog
 from glm5.train.sections import LengthSection
 from glm5.train.stop import StopRequest
@@ -22,6 +22,8 @@ class StepLoop(ABC):
     """Runs steps `first_step .. steps` (counted from 1)."""
 
     section: LengthSection
+    harmless: tuple[type[Glm5Error], ...] = ()
+    """Errors of a step that come on all ranks alike, before it has changed anything."""
 
     @abstractmethod
     def _step(self, step: int) -> Values:
@@ -43,10 +45,16 @@ class StepLoop(ABC):
 
         Raises:
             DivergedError: a loss or gradient norm is NaN or infinite; nothing is saved after it.
+            Glm5Error: a step failed; where that is harmless the steps before it are saved.
         """
-        window = _Window()
+        window, saved = _Window(), first_step - 1
         for step in range(first_step, self.section.steps + 1):
-            values = self._step(step)
+            try:
+                values = self._step(step)
+            except self.harmless:
+                if saved < step - 1:
+                    save(step - 1)
+                raise
             window.add(values)
             finished = step == self.section.steps
             # a step that had nothing to learn from has neither
@@ -64,6 +72,7 @@ class StepLoop(ABC):
             last = finished or _any_rank(stop.asked_by is not None)
             if is_due(step, self.section.save_every, last):
                 save(step)
+                saved = step
             if last:
                 return step
         return first_step - 1
