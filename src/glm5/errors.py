@@ -75,3 +75,7 @@ class DivergedError(Glm5Error):
     """A loss or gradient that is no longer a number."""
 
     exit_code = 1
+
+
+class GapError(DivergedError):
+    """A rollout engine and a trainer that disagree on how likely the sampled tokens are."""

@@ -48,9 +48,14 @@ class PromptSection(Section):
     """Whether the prompts are shuffled in every epoch."""
     max_samples: Count | None = None
     """At most so many prompts are read [prompts]; absent: all."""
+    raw: bool = False
+    """Whether a `prompt` is the very text that the model goes on from; else it is a user's
+    message, which the chat template turns into a prompt."""
     max_prompt_tokens: Count | None = None
-    """A longer prompt is an error, told with its line [tokens]; absent: what the model's positions
-    leave beside rollout.max_new_tokens."""
+    """Longest prompt [tokens]; absent: what a micro-batch and the model's positions leave beside
+    rollout.max_new_tokens."""
+    too_long: Literal["error", "skip"] = "error"
+    """What happens to a longer prompt; skips are counted."""
     chat_template_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables handed to the chat template, such as enable_thinking = false."""
 
