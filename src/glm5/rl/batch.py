@@ -51,6 +51,36 @@ class PolicyBatcher:
         return policy_row(documents, self.capacity if is_split else None, self.pad_token_id)
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """Who computes what: the micro-batches of every update, of every data-parallel rank."""
+
+    updates: tuple[list[list[list[Document]]], ...]
+
+    def of_rank(self, data_rank: int) -> list[list[list[Document]]]:
+        """The micro-batches of each update that one data-parallel rank computes."""
+        return [ranks[data_rank] for ranks in self.updates]
+
+    def numbers(self, data_rank: int) -> list[int]:
+        """Of the completions among them."""
+        return [
+            document.number
+            for micro_batches in self.of_rank(data_rank)
+            for documents in micro_batches
+            for document in documents
+        ]
+
+
+def plan_step(
+    batcher: PolicyBatcher, groups: Sequence[Sequence[Document]], updates: int
+) -> StepPlan:
+    """Shares the groups of a step out to at most `updates` updates, and those to ranks."""
+    parts = split_updates(groups, updates)
+    return StepPlan(
+        tuple(batcher.share([document for group in part for document in group]) for part in parts)
+    )
+
+
 def split_updates[T](items: Sequence[T], count: int) -> list[Sequence[T]]:
     """At most `count` runs of items, in order and as equal as can be; none of them is empty."""
     count = min(count, len(items))

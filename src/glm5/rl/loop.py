@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from megatron.core import parallel_state
 from torch import Tensor
 
-from glm5.errors import EngineError, Glm5Error, RewardError
+from glm5.errors import EngineError, RewardError
 from glm5.lora.switch import without_adapters
 from glm5.rl.advantages import group_advantages
-from glm5.rl.batch import PolicyBatcher, split_updates
+from glm5.rl.batch import PolicyBatcher, StepPlan, plan_step
 from glm5.rl.choices import Choices, ChoiceShape
+from glm5.rl.clock import Clock
 from glm5.rl.collect import Collected, Collector, Decode, Group
 from glm5.rl.first_rank import FirstRank
 from glm5.rl.gap import Gap, GapLimits
 from glm5.rl.gap_meter import GapMeter
 from glm5.rl.metrics import collected_metrics, policy_metrics
-from glm5.rl.passes import Passes, Replayer
+from glm5.rl.passes import Batch, Passes, Replayer, Scores
 from glm5.rl.policy_loss import PolicyLoss, check_finite
 from glm5.rl.rollout import Engine
-from glm5.rl.row import Document, PolicyRow
+from glm5.rl.row import Document
 from glm5.rl.run_config import RlConfig
+from glm5.rl.sections import RlSection
 from glm5.rl.sync import WeightSync
 from glm5.train.gradients import connect, zero_gradients
 from glm5.train.state import TrainState
@@ -55,7 +57,9 @@ class RlLoop(StepLoop):
         decode: Decode,
     ) -> None:
         """sampler: on the first rank, None elsewhere."""
-        self.run_config = run
+        self._run = run
+        self._rl = run.rl
+        self._is_asleep = False
         self.section = run.train
         self.state = state
         self._sampler = sampler
@@ -84,3 +88,110 @@ class RlLoop(StepLoop):
         # on the first rank: which completions every rank computes
         self._data_ranks = first_rank.gather(parallel_state.get_data_parallel_rank())
         connect(state)
+
+    def _step(self, step: int) -> Values:
+        clock = Clock()
+        with clock.time("sync_seconds"):
+            self._hand_over(step - 1)
+        choices, collected = self._collect(step)
+        values = collected_metrics(collected)
+        groups = _documents([group for group in collected.groups if group.teaches], self._rl)
+        documents = [document for group in groups for document in group]
+        plan = plan_step(self._batcher, groups, self._rl.updates)
+        batch = self._batch(plan, choices)
+        if batch.updates:
+            with clock.time("score_seconds"):
+                scores, gap = self._score(batch, documents)
+            values |= gap.metrics()
+            self._limits.check(gap, step, self._decode)
+            with clock.time("update_seconds"):
+                values |= self._learn(batch, scores, step)
+        values["lr"] = self.state.optimizer.param_groups[0]["lr"]
+        values["tokens"] = sum(document.num_tokens for document in documents)
+        return values | clock.seconds()
+
+    def _hand_over(self, version: int) -> None:
+        """The engine samples a step with the weights that the step before left: `version` steps."""
+
+        def wake() -> None:
+            if self._sampler is not None and self._run.rollout.sleep and self._is_asleep:
+                self._sampler.engine.wake()
+
+        self._first_rank.tell(wake)
+        self._is_asleep = False
+        self._sync.hand_over(None if self._sampler is None else self._sampler.engine, version)
+
+    def _collect(self, step: int) -> tuple[list[Choices | None], Collected]:
+        """What the step sampled, and, on the first rank, the choices of groups that teach."""
+        choices: list[Choices | None] = []
+
+        def collect() -> Collected:
+            assert self._sampler is not None
+            whole = self._sampler.collector.collect(step, version=step - 1)
+            choices.extend(c for group in whole.groups if group.teaches for c in group.choices)
+            if self._run.rollout.sleep:
+                self._sampler.engine.sleep()
+            return whole.without_choices()
+
+        collected = self._first_rank.tell(collect)
+        self._is_asleep = self._run.rollout.sleep
+        return choices, collected
+
+    def _batch(self, plan: StepPlan, choices: Sequence[Choices | None]) -> Batch:
+        """This rank's rows of every update, and what they replay."""
+
+        def share(rank: int) -> dict[int, Choices | None]:
+            numbers = plan.numbers(self._data_ranks[rank])
+            return {number: choices[number] for number in numbers}
+
+        replays = self._rl.replay != "none" and plan.updates
+        own = self._first_rank.deal(share) if replays else {}
+        data_rank = parallel_state.get_data_parallel_rank()
+        return Batch(
+            [
+                [self._batcher.row(documents) for documents in micro_batches]
+                for micro_batches in plan.of_rank(data_rank)
+            ],
+            Replayer(self._rl.replay, self._shape, own),
+        )
+
+    def _score(self, batch: Batch, documents: Sequence[Document]) -> tuple[Scores, Gap]:
+        """Log-probabilities before the first update, and how far they are from the engine's."""
+        meter = GapMeter()
+        old = self._passes.score(batch, meter)
+        by_number = {document.number: document.rollout for document in documents}
+        gap = meter.reduce(by_number, len(documents))
+        reference: list[Tensor] | None = None
+        if self._rl.kl_coeff:
+            with without_adapters(self.state.chunks):
+                reference = self._passes.score(batch)
+        return Scores(old, reference), gap
+
+    def _learn(self, batch: Batch, scores: Scores, step: int) -> Values:
+        """One update of the optimizer after the other."""
+        sums: Counter[str] = Counter()
+        grad_norms = []
+        for update in range(len(batch.updates)):
+            zero_gradients(self.state)
+            found = self._passes.learn(batch, update, scores, self._loss)
+            check_finite(found, step)
+            _, grad_norm, _ = self.state.optimizer.step()
+            self.state.scheduler.step(increment=1)
+            sums.update(found)
+            grad_norms.append(float(grad_norm))
+        return {**policy_metrics(sums), "grad_norm": float(np.mean(grad_norms))}
+
+
+def _documents(groups: Sequence[Group], section: RlSection) -> list[list[Document]]:
+    """The completions of every group with their advantages, numbered in order."""
+    advantages = group_advantages(
+        [group.rewards for group in groups], divide_by_std=section.divide_by_std
+    )
+    numbers = count()
+    return [
+        [
+            Document(next(numbers), rollout, float(advantage))
+            for rollout, advantage in zip(group.rollouts, values, strict=True)
+        ]
+        for group, values in zip(groups, advantages, strict=True)
+    ]

@@ -14,8 +14,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from glm5.model.forward import finish_forward, packed_documents
-from glm5.model.replay import Observer, Replay
+from glm5.model.replay import Observer, Replay, Stream
 from glm5.rl.choices import Choices, ChoiceShape
+from glm5.rl.gap import Overlap as OverlapKind
+from glm5.rl.gap_meter import GapMeter
 from glm5.rl.log_probs import token_log_probs
 from glm5.rl.loss_weights import Normalise, loss_weights, weighted_sum
 from glm5.rl.overlap import Overlap
@@ -28,6 +30,7 @@ from glm5.train.state import TrainState
 
 LOSS, COUNT = "loss", "count"
 """Of all micro-batches: the weighted sum of the losses, and what it is divided by."""
+OVERLAPS: dict[Stream, OverlapKind] = {"experts": "routing", "topk": "topk"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,35 @@ class Replayer:
         )
 
 
+@dataclass(frozen=True)
+class Batch:
+    """This rank's micro-batches of a step, by update."""
+
+    updates: Sequence[Sequence[PolicyRow]]
+    replayer: Replayer
+
+    @property
+    def rows(self) -> list[PolicyRow]:
+        """Of all updates, in order."""
+        return [row for rows in self.updates for row in rows]
+
+    def first_of(self, update: int) -> int:
+        """The place of an update's first row among all of them."""
+        return sum(len(rows) for rows in self.updates[:update])
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities before the step's first update: of each of a batch's rows in order [t / cp]
+    fp32, 0 where the label is no response token. Stages before the last one have none.
+
+    old: under the weights that train. reference: under those without adapters, if asked for.
+    """
+
+    old: Sequence[Tensor]
+    reference: Sequence[Tensor] | None
+
+
 class Passes:
     """The forward and backward passes of a run's policy."""
 
@@ -64,57 +96,56 @@ class Passes:
         self.device = next(state.chunks[0].parameters()).device
 
     @torch.no_grad()
-    def score(
-        self, rows: Sequence[PolicyRow], replayer: Replayer
-    ) -> tuple[list[Tensor], list[Overlap]]:
-        """Log-probabilities under the weights of the moment, and how the replay differed from them.
-
-        Of each row in order [t / cp] fp32, 0 where the label is no response token; stages before
-        the last one have none.
-        """
-        overlaps: list[Overlap] = []
+    def score(self, batch: Batch, meter: GapMeter | None = None) -> list[Tensor]:
+        """Log-probabilities of the rows' response tokens under the weights of the moment: see
+        `Scores`. `meter` is told how far they are from the engine's, and what a replay overrode."""
 
         def step(micro_batches: Iterator[tuple[int, PolicyRow]], model: nn.Module) -> Any:
             number, row = next(micro_batches)
-            replay = replayer.replay(row, self.device)
-            observer = None if replay is None else Overlap(replay, self.device)
-            if observer is not None:
-                overlaps.append(observer)
-            output = self._forward(model, row, replay, observer)
+            replay = batch.replayer.replay(row, self.device)
+            overlap = None if replay is None or meter is None else Overlap(replay, self.device)
+            output = self._forward(model, row, replay, overlap)
+            if overlap is not None:
+                counts.append(overlap.counts)
             return output, partial(self._scored, number, row)
 
+        counts: list[dict[Stream, Tensor]] = []
         for chunk in self._state.chunks:
             chunk.eval()
-        reports = self._run(rows, step, forward_only=True)
+        reports = self._run(batch.rows, step, forward_only=True)
         for chunk in self._state.chunks:
             chunk.train()
         ordered = sorted(reports, key=lambda report: report["number"])
-        return [report["log_probs"] for report in ordered], overlaps
+        scores = [report["log_probs"] for report in ordered]
+        if meter is not None:
+            for row, log_probs in zip(batch.rows if scores else (), scores, strict=True):
+                self._compare(row, log_probs, meter)
+            for name, kind in OVERLAPS.items():
+                total = sum((count[name] for count in counts), torch.zeros(2, device=self.device))
+                recorded, same = total.tolist()
+                meter.add_overlap(kind, same, recorded)
+        return scores
 
     def learn(
-        self,
-        rows: Sequence[PolicyRow],
-        replayer: Replayer,
-        loss: PolicyLoss,
-        old: Sequence[Tensor],
-        reference: Sequence[Tensor] | None,
+        self, batch: Batch, update: int, scores: Scores, loss: PolicyLoss
     ) -> dict[str, float]:
-        """Gradients of the loss over all micro-batches and ranks, and its sums: those of
-        `PolicyLoss`, LOSS and COUNT. `old` and `reference` are those of the rows."""
+        """Gradients of the loss over all micro-batches of an update and all ranks, and its sums:
+        those of `PolicyLoss`, LOSS and COUNT."""
+        first = batch.first_of(update)
 
         def step(micro_batches: Iterator[tuple[int, PolicyRow]], model: nn.Module) -> Any:
             number, row = next(micro_batches)
-            output = self._forward(model, row, replayer.replay(row, self.device), None)
+            output = self._forward(model, row, batch.replayer.replay(row, self.device), None)
 
             def finish(logits: Tensor) -> Any:
                 # called on the last stage alone, which scored the rows
-                ref = None if reference is None else reference[number]
-                return self._learnt(row, loss, old[number], ref, logits)
+                place = first + number
+                reference = None if scores.reference is None else scores.reference[place]
+                return self._learnt(row, loss, scores.old[place], reference, logits)
 
             return output, finish
 
-        reports = self._run(rows, step, forward_only=False)
-        return self._sum(reports)
+        return self._sum(self._run(batch.updates[update], step, forward_only=False))
 
     def _run(
         self, rows: Sequence[PolicyRow], step: Callable[..., Any], *, forward_only: bool
@@ -192,6 +223,13 @@ class Passes:
         weights, counts = loss_weights(mask, row.packed.cu_seqlens, self._normalise)
         total, count = weighted_sum(losses, self._own(weights), self._own(counts))
         return total, count, {**sums, LOSS: total.detach().double(), COUNT: count.double()}
+
+    def _compare(self, row: PolicyRow, log_probs: Tensor, meter: GapMeter) -> None:
+        rollout, mask, sequences, positions = map(
+            self._own,
+            (row.rollout_log_probs, row.packed.loss_mask > 0, row.sequences, row.positions),
+        )
+        meter.add(log_probs, rollout, mask, sequences, positions)
 
     def _own(self, x: Tensor) -> Tensor:
         """x [t] on the host -> [t / cp], this context-parallel rank's part on the device."""

@@ -10,7 +10,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from glm5.checkpoint.adapter_io import Consumer, write_peft_adapter, write_serving_adapter
-from glm5.checkpoint.ckpt_dir import CheckpointRecord
 from glm5.config import Glm5Config
 from glm5.export.factors import AdapterPieces, adapter_pieces, join_adapter
 from glm5.export.hf import exported_config, write_hf
