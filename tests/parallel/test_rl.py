@@ -87,8 +87,8 @@ def own_gap(layout: Layout, spoil: bool) -> dict[str, Any]:
         meter.add(*(column[share] for column in columns))
         kept = set(sequences[share].tolist())
         rollouts = {number: rollouts[number] for number in kept}
-    meter.add_overlap("routing", 3 + rank, 4)
-    meter.add_overlap("routing", 4 - rank if ranks > 1 else 11, 4 if ranks > 1 else 12)
+    meter.add_overlap("experts", torch.tensor([4, 3 + rank]))
+    meter.add_overlap("experts", torch.tensor([4, 4 - rank] if ranks > 1 else [12, 11]))
     found = asdict(meter.reduce(rollouts, len(LENGTHS)))
     return found | {"sequence_abs_diff": found["sequence_abs_diff"].tolist()}
 
@@ -98,6 +98,7 @@ def own_gap(layout: Layout, spoil: bool) -> dict[str, Any]:
 def test_ranks_report_the_gap_of_one_process(tmp_path: Path, layout: Layout, spoil: bool) -> None:
     first, second = run_ranks(tmp_path / "results", 2, own_gap, layout, spoil)
     alone = own_gap(Layout(), spoil)
+    assert alone["overlaps"] == {"experts": 14 / 16}
     assert alone["num_non_finite"] == int(spoil) and alone["num_tokens"] == 18
     assert alone["worst"]["request"] == ("request-1" if spoil else "request-4")
     # not == : NaN is no equal of itself

@@ -166,12 +166,13 @@ def test_overlaps_are_shares_and_absent_where_nothing_was_replayed() -> None:
     meter = GapMeter()
     drawn, *rest = label_columns([0], [ROLLOUTS[0]])
     meter.add(drawn, drawn, *rest)
-    assert "routing_overlap" not in meter.reduce({0: ROLLOUTS[0]}, 1).metrics()
-    meter.add_overlap("routing", 30, 40)
-    meter.add_overlap("routing", 10, 10)
+    assert "gap_routing_overlap" not in meter.reduce({0: ROLLOUTS[0]}, 1).metrics()
+    meter.add_overlap("experts", torch.tensor([40, 30]))
+    meter.add_overlap("experts", torch.tensor([10, 10]))
+    meter.add_overlap("topk", torch.tensor([0, 0]))
     metrics = meter.reduce({0: ROLLOUTS[0]}, 1).metrics()
-    assert metrics["routing_overlap"] == 0.8
-    assert "topk_overlap" not in metrics
+    assert metrics["gap_routing_overlap"] == 0.8
+    assert "gap_topk_overlap" not in metrics
 
 
 def test_metrics_hold_every_number() -> None:

@@ -15,7 +15,7 @@ class Settings:
     kind: RewardKind
     pattern: str | None = None
     function: str | None = None
-    timeout_seconds: float = 30.0
+    timeout_seconds: float | None = None
 
 
 def exact() -> Reward:
@@ -84,7 +84,7 @@ def test_regex(pattern: str, text: str, label: Label, expected: float) -> None:
 
 
 def test_math_takes_the_last_box() -> None:
-    reward = build_reward(Settings("math"))
+    reward = build_reward(Settings("math", timeout_seconds=30.0))
     assert reward.needs_label
     assert reward("r", r"\boxed{3}, no: \boxed{\frac{4}{8}}", 0.5, {}) == 1.0
     assert reward("r", r"\boxed{\frac{4}{8}}, no: \boxed{3}", "0.5", {}) == 0.0

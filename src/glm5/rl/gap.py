@@ -12,7 +12,12 @@ from numpy.typing import NDArray
 from glm5.errors import GapError
 from glm5.rl.printable import printable
 
-Overlap = Literal["routing", "topk"]
+OverlapKind = Literal["experts", "topk"]
+
+_OVERLAP_NAMES: dict[OverlapKind, str] = {
+    "experts": "gap_routing_overlap",
+    "topk": "gap_topk_overlap",
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Gap:
     effective_sample_size: float
     over_1_nat: float
     sequence_abs_diff: NDArray[np.float64]
-    overlaps: dict[Overlap, float]
+    overlaps: dict[OverlapKind, float]
     worst: WorstToken | None
 
     def metrics(self) -> dict[str, float]:
@@ -79,7 +84,7 @@ class Gap:
         if not self.num_tokens:
             return counts
         quantiles = {f"gap_ratio_{name}": value for name, value in self.ratio_quantiles.items()}
-        overlaps = {f"{name}_overlap": value for name, value in self.overlaps.items()}
+        overlaps = {_OVERLAP_NAMES[kind]: share for kind, share in self.overlaps.items()}
         return {
             "gap_abs_diff": self.abs_diff,
             "gap_kl": self.kl,

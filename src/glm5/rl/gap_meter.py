@@ -13,14 +13,14 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glm5.rl.gap import Gap, Overlap, WorstToken
+from glm5.rl.gap import Gap, OverlapKind, WorstToken
 from glm5.rl.rollout import Rollout
 from glm5.runtime.distributed import default_device
 
 TOKENS_BEFORE = 10
 QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
-_OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+_OVERLAPS: tuple[OverlapKind, ...] = get_args(OverlapKind)
 
 
 class GapMeter:
@@ -32,7 +32,7 @@ class GapMeter:
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, ...]] = []
-        self._overlaps = {name: [0.0, 0.0] for name in _OVERLAPS}
+        self._overlaps: dict[OverlapKind, list[Tensor]] = {kind: [] for kind in _OVERLAPS}
 
     def add(
         self,
@@ -52,10 +52,9 @@ class GapMeter:
         tensors = (log_probs, rollout_log_probs, mask, sequences, positions)
         self._parts.append(tuple(tensor.detach() for tensor in tensors))
 
-    def add_overlap(self, kind: Overlap, same: float, total: float) -> None:
-        """Notes that the trainer would have made `same` of the engine's `total` choices itself."""
-        self._overlaps[kind][0] += same
-        self._overlaps[kind][1] += total
+    def add_overlap(self, kind: OverlapKind, counts: Tensor) -> None:
+        """Notes counts [2]: choices of the engine's, and those that the trainer would make too."""
+        self._overlaps[kind].append(counts.double())
 
     def reduce(self, rollouts: Mapping[int, Rollout], num_sequences: int) -> Gap:
         """The gap over all ranks; every rank must call it, also one that has no tokens.
@@ -86,13 +85,14 @@ class GapMeter:
             *(x[mask].long().cpu().numpy() for x in (sequences, positions)),
         )
 
-    def _shared_overlaps(self) -> dict[Overlap, float]:
+    def _shared_overlaps(self) -> dict[OverlapKind, float]:
+        device = default_device()
+        none = torch.zeros(2, dtype=torch.float64, device=device)
+        sums = torch.stack([sum(self._overlaps[kind], none) for kind in _OVERLAPS])
         # every stage has layers of its own; ranks that repeat each other do so for all tokens
-        values = [self._overlaps[name] for name in _OVERLAPS]
-        sums = torch.tensor(values, dtype=torch.float64, device=default_device())
         dist.all_reduce(sums)
         totals = zip(_OVERLAPS, sums.tolist(), strict=True)
-        return {name: same / total for name, (same, total) in totals if total}
+        return {kind: same / recorded for kind, (recorded, same) in totals if recorded}
 
 
 # minus |d|, number of the rollout, position, and all about the token: the least one is the worst
@@ -119,7 +119,7 @@ def _compare(
     tokens: _Tokens,
     rollouts: Mapping[int, Rollout],
     num_sequences: int,
-    overlaps: dict[Overlap, float],
+    overlaps: dict[OverlapKind, float],
     group: dist.ProcessGroup,
 ) -> Gap:
     own = tokens.differences

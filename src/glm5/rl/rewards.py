@@ -20,6 +20,8 @@ import numpy as np
 from glm5.errors import RewardError
 from glm5.rl.reward_math import MathVerifier, last_boxed
 
+DEFAULT_TIMEOUT_SECONDS = 10.0
+
 Label = str | int | float | None
 RewardKind = Literal["math", "exact", "regex", "function"]
 # (text of the completion, label, the data's row) -> a number
@@ -30,7 +32,7 @@ class RewardSettings(Protocol):
     """What `build_reward` reads of a run.
 
     pattern: of kind regex. function: of kind function, `package.module:name` or `file.py:name`.
-    timeout_seconds: of one comparison of kind math, > 0.
+    timeout_seconds: of one comparison of kind math, > 0; None: 10.
     """
 
     @property
@@ -40,7 +42,7 @@ class RewardSettings(Protocol):
     @property
     def function(self) -> str | None: ...
     @property
-    def timeout_seconds(self) -> float: ...
+    def timeout_seconds(self) -> float | None: ...
 
 
 class Reward:
@@ -114,7 +116,7 @@ def build_reward(settings: RewardSettings) -> Reward:
         RewardError: the pattern or the function is missing or wrong, or math-verify is missing.
     """
     if settings.kind == "math":
-        verifier = MathVerifier(settings.timeout_seconds)
+        verifier = MathVerifier(settings.timeout_seconds or DEFAULT_TIMEOUT_SECONDS)
         return Reward(_math(verifier), needs_label=True, verifier=verifier)
     if settings.kind == "exact":
         return Reward(_exact, needs_label=True)
