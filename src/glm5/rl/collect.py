@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -80,15 +81,35 @@ class Collector:
         sampling: Sampling,
         *,
         shuffle: bool,
+        sleep: bool,
     ) -> None:
-        """sampling: its seed is that of the run."""
-        self._engine = engine
+        """sampling: its seed is that of the run. sleep: whether the engine rests between steps."""
+        self.engine = engine
         self._prompts = prompts
         self._reward = reward
         self._decode = decode
         self._section = section
         self._sampling = sampling
         self._shuffle = shuffle
+        self._sleep = sleep
+        self._is_asleep = False
+
+    def wake(self) -> None:
+        """The engine takes weights and samples again.
+
+        Raises:
+            EngineError: it does not.
+        """
+        if self._is_asleep:
+            self.engine.wake()
+        self._is_asleep = False
+
+    def close(self) -> None:
+        """Gives the engine and the reward back; a server that others started is left awake."""
+        with suppress(EngineError):
+            self.wake()
+        self.engine.close()
+        self._reward.close()
 
     def collect(self, step: int, version: int) -> Collected:
         """The groups of `step` (from 1), by an engine that has the weights `version`.
@@ -110,6 +131,9 @@ class Collector:
             groups += [self._score(prompt, rollouts) for prompt, rollouts in drawn]
             rollout_seconds += sampled - started
             reward_seconds += time.perf_counter() - sampled
+        if self._sleep:
+            self.engine.sleep()
+            self._is_asleep = True
         return Collected(tuple(groups), rollout_seconds, reward_seconds)
 
     def _draw(
@@ -122,7 +146,7 @@ class Collector:
             for sample in range(self._section.group_size)
         ]
         record: Recorded = self._section.replay
-        rollouts = self._engine.generate(requests, self._sampling, record=record)
+        rollouts = self.engine.generate(requests, self._sampling, record=record)
         _check_rollouts(requests, rollouts, version)
         size = self._section.group_size
         return [

@@ -43,6 +43,16 @@ class FirstRank:
         told: T = outcome[0]
         return told
 
+    def keep[T](self, work: Callable[[], T]) -> T | None:
+        """What work() returns on the first rank, there alone.
+
+        Raises:
+            Glm5Error: that one raised it.
+        """
+        kept: list[T] = []
+        self.tell(lambda: kept.append(work()))
+        return kept[0] if kept else None
+
     def deal[T](self, share_of: Callable[[int], T]) -> T:
         """share_of(rank) of the first rank, for each rank its own."""
         rank, others = dist.get_rank(), range(1, dist.get_world_size())

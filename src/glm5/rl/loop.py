@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -24,7 +23,6 @@ from glm5.rl.gap_meter import GapMeter
 from glm5.rl.metrics import collected_metrics, policy_metrics
 from glm5.rl.passes import Batch, Passes, Replayer, Scores
 from glm5.rl.policy_loss import PolicyLoss, check_finite
-from glm5.rl.rollout import Engine
 from glm5.rl.row import Document
 from glm5.rl.run_config import RlConfig
 from glm5.rl.sections import RlSection
@@ -32,14 +30,6 @@ from glm5.rl.sync import WeightSync
 from glm5.train.gradients import connect, zero_gradients
 from glm5.train.state import TrainState
 from glm5.train.steps import StepLoop, Values
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """What only the first rank has."""
-
-    engine: Engine
-    collector: Collector
 
 
 class RlLoop(StepLoop):
@@ -51,18 +41,17 @@ class RlLoop(StepLoop):
         self,
         run: RlConfig,
         state: TrainState,
-        sampler: Sampler | None,
+        collector: Collector | None,
         sync: WeightSync,
         first_rank: FirstRank,
         decode: Decode,
     ) -> None:
-        """sampler: on the first rank, None elsewhere."""
+        """collector: on the first rank, None elsewhere."""
         self._run = run
         self._rl = run.rl
-        self._is_asleep = False
         self.section = run.train
         self.state = state
-        self._sampler = sampler
+        self._collector = collector
         self._sync = sync
         self._first_rank = first_rank
         self._decode = decode
@@ -112,30 +101,21 @@ class RlLoop(StepLoop):
 
     def _hand_over(self, version: int) -> None:
         """The engine samples a step with the weights that the step before left: `version` steps."""
-
-        def wake() -> None:
-            if self._sampler is not None and self._run.rollout.sleep and self._is_asleep:
-                self._sampler.engine.wake()
-
-        self._first_rank.tell(wake)
-        self._is_asleep = False
-        self._sync.hand_over(None if self._sampler is None else self._sampler.engine, version)
+        collector = self._collector
+        self._first_rank.keep(lambda: None if collector is None else collector.wake())
+        self._sync.hand_over(None if collector is None else collector.engine, version)
 
     def _collect(self, step: int) -> tuple[list[Choices | None], Collected]:
         """What the step sampled, and, on the first rank, the choices of groups that teach."""
         choices: list[Choices | None] = []
 
         def collect() -> Collected:
-            assert self._sampler is not None
-            whole = self._sampler.collector.collect(step, version=step - 1)
+            assert self._collector is not None
+            whole = self._collector.collect(step, version=step - 1)
             choices.extend(c for group in whole.groups if group.teaches for c in group.choices)
-            if self._run.rollout.sleep:
-                self._sampler.engine.sleep()
             return whole.without_choices()
 
-        collected = self._first_rank.tell(collect)
-        self._is_asleep = self._run.rollout.sleep
-        return choices, collected
+        return choices, self._first_rank.tell(collect)
 
     def _batch(self, plan: StepPlan, choices: Sequence[Choices | None]) -> Batch:
         """This rank's rows of every update, and what they replay."""

@@ -14,9 +14,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from glm5.model.forward import finish_forward, packed_documents
-from glm5.model.replay import Observer, Replay, Stream
+from glm5.model.replay import Observer, Replay
 from glm5.rl.choices import Choices, ChoiceShape
-from glm5.rl.gap import Overlap as OverlapKind
 from glm5.rl.gap_meter import GapMeter
 from glm5.rl.log_probs import token_log_probs
 from glm5.rl.loss_weights import Normalise, loss_weights, weighted_sum
@@ -30,7 +29,6 @@ from glm5.train.state import TrainState
 
 LOSS, COUNT = "loss", "count"
 """Of all micro-batches: the weighted sum of the losses, and what it is divided by."""
-OVERLAPS: dict[Stream, OverlapKind] = {"experts": "routing", "topk": "topk"}
 
 
 @dataclass(frozen=True)
@@ -105,11 +103,11 @@ class Passes:
             replay = batch.replayer.replay(row, self.device)
             overlap = None if replay is None or meter is None else Overlap(replay, self.device)
             output = self._forward(model, row, replay, overlap)
-            if overlap is not None:
-                counts.append(overlap.counts)
+            if overlap is not None and meter is not None:
+                for stream, counts in overlap.counts.items():
+                    meter.add_overlap(stream, counts)
             return output, partial(self._scored, number, row)
 
-        counts: list[dict[Stream, Tensor]] = []
         for chunk in self._state.chunks:
             chunk.eval()
         reports = self._run(batch.rows, step, forward_only=True)
@@ -120,10 +118,6 @@ class Passes:
         if meter is not None:
             for row, log_probs in zip(batch.rows if scores else (), scores, strict=True):
                 self._compare(row, log_probs, meter)
-            for name, kind in OVERLAPS.items():
-                total = sum((count[name] for count in counts), torch.zeros(2, device=self.device))
-                recorded, same = total.tolist()
-                meter.add_overlap(kind, same, recorded)
         return scores
 
     def learn(

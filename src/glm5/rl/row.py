@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ def policy_row(documents: Sequence[Document], length: int | None, pad_token_id: 
     if length is None:
         length = max(1, packed.num_tokens)
     packed = pad_row(packed, length, pad_token_id) if documents else _padding(length, pad_token_id)
-    values = {
+    values: dict[str, NDArray[Any]] = {
         "advantages": np.zeros(length, np.float32),
         "rollout_log_probs": np.zeros(length, np.float32),
         "sequences": np.full(length, NO_SEQUENCE, np.int64),
@@ -72,7 +73,7 @@ def policy_row(documents: Sequence[Document], length: int | None, pad_token_id: 
     return PolicyRow(packed, **tensors, documents=tuple(d.number for d in documents))
 
 
-def _place(document: Document, start: int, values: dict[str, NDArray[np.generic]]) -> None:
+def _place(document: Document, start: int, values: Mapping[str, NDArray[Any]]) -> None:
     """Writes what is known of a completion whose first token stands at `start`."""
     prompt, response = len(document.rollout.prompt_ids), len(document.rollout.response_ids)
     # the token before each response token has it for its label
