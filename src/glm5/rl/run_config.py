@@ -43,6 +43,8 @@ class RlConfig(RunFile):
         "rollout.read_timeout_s",
         "rollout.max_attempts",
         "rollout.num_in_flight",
+        # a table without settings is recorded as such
+        "gap",
         "gap.max_kl",
         "gap.max_abs_diff",
     )
