@@ -425,9 +425,7 @@ def test_layers_that_share_use_what_was_replayed_above(model: GPTModel) -> None:
     assert not torch.equal(handed[6], handed[2])
 
 
-def test_an_observer_of_a_replay_sees_what_the_layers_would_choose(
-    model: GPTModel, tiny_folder: TinyFolder
-) -> None:
+def test_an_observer_of_a_replay_sees_what_the_layers_would_choose(model: GPTModel) -> None:
     own, others = record(model), other_choices(model)
     recorder = Recorder()
     expected = logits(model, TOKENS, CUT, replay=others)
@@ -436,6 +434,16 @@ def test_an_observer_of_a_replay_sees_what_the_layers_would_choose(
     assert torch.equal(recorder.topk[0], own.topk[0])
     assert not torch.equal(recorder.topk[6], own.topk[6])
     assert not torch.equal(recorder.experts[6], own.experts[6])
-    # a pass that is recomputed shows nothing twice: the recorder would refuse it
-    recomputing = load_model(tiny_folder("5.2"), recompute="full")
-    train_step(recomputing, replay=others, observer=Recorder())
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("recompute", ALL_RECOMPUTE)
+def test_what_is_recomputed_is_not_seen_again(
+    tiny_folder: TinyFolder, recompute: str, replays: bool
+) -> None:
+    """A recorder would refuse it."""
+    model, recorder = load_model(tiny_folder("5.2"), recompute=recompute), Recorder()
+    replay = other_choices(model) if replays else None
+    _, seen = train_step(model, replay=replay, observer=recorder)
+    assert len(recorder.experts) == len(recorder.topk) == 4
+    assert_all_close(seen, train_step(model, replay=replay)[1], limit=0)

@@ -9,6 +9,7 @@ from glm5.ops import key_sets
 from glm5.ops.masks import document_bounds
 
 CPU, TOPK = torch.device("cpu"), 3
+DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
 # The second selects; so would the last token of the fifth, had it a record.
 LENGTHS = (1, 11, 2, TOPK, TOPK + 1, 1)
 
@@ -40,16 +41,17 @@ every_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 @every_form
 @pytest.mark.parametrize("chunk_bytes", [1, 2000, 2**26])
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_rows_are_decoded(
-    monkeypatch: pytest.MonkeyPatch, form: torch.dtype, chunk_bytes: int
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, form: torch.dtype, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(key_sets, "CHUNK_BYTES", chunk_bytes)
     keys = drawn_keys(40, 0)
     selection = packed(keys, form, 40)
     for some in (range(37), range(5, 5), range(36, 37), range(2, 31, 4)):
-        got = selection.decode(some, CPU)
-        assert got.dtype == torch.int32
-        assert torch.equal(got, keys[some.start : some.stop : some.step])
+        got = selection.decode(some, device)
+        assert got.dtype == torch.int32 and got.device.type == device.type
+        assert torch.equal(got.cpu(), keys[some.start : some.stop : some.step])
     assert selection.num_bytes == {1: 37 * 5, 2: 37 * 6, 4: 37 * 12}[form.itemsize]
 
 

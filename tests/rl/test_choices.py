@@ -206,6 +206,16 @@ def test_wrong_shapes_are_refused(kind: str) -> None:
         pack_topk(topk, SHAPE, request="a")  # type: ignore[arg-type]
 
 
+def test_both_records_are_of_the_same_tokens() -> None:
+    experts, topk = record()
+    packed = pack_experts(experts, SHAPE, request="a"), pack_topk(topk, SHAPE, request="a")
+    assert Choices(*packed).num_tokens == Choices(None, packed[1]).num_tokens == 30
+    assert Choices(None, None).num_tokens is None and Choices(None, None).num_bytes == 0
+    shorter = pack_experts(experts[:-1], SHAPE, request="a")
+    with pytest.raises(ReplayError, match=r"request a: .*different(?s:.*)29 tokens, keys of 30"):
+        Choices(shorter, packed[1])
+
+
 def test_bytes_of_a_full_request() -> None:
     """GLM-5.2 at 4,096 tokens: 32-bit positions of 21 layers are 172,032 bytes a token."""
     length, topk, num_full = 4096, 2048, 21

@@ -99,7 +99,12 @@ class LayerChoices:
     layer: int
     replay: Replay
     ledger: Ledger
-    observer: Observer | None
+    watching: Observer | None
+
+    @property
+    def observer(self) -> Observer | None:
+        """Who is to see what the layer would choose; what is recomputed was seen before."""
+        return None if self.ledger.finished else self.watching
 
     def take_experts(self) -> Tensor | None:
         """[tokens of the whole row, experts per token], None where the router chooses itself."""
@@ -125,10 +130,7 @@ class LayerChoices:
 def layer_choices(
     layer: int, replay: Replay | None, observer: Observer | None, ledger: Ledger
 ) -> LayerChoices | None:
-    """None where the layer chooses for itself and nobody looks.
-
-    What is recomputed is not shown again.
-    """
+    """None where the layer chooses for itself and nobody looks."""
     if replay is None and observer is None:
         return None
-    return LayerChoices(layer, replay or Replay(), ledger, None if ledger.finished else observer)
+    return LayerChoices(layer, replay or Replay(), ledger, observer)

@@ -86,10 +86,29 @@ class Choices:
     experts: PackedExperts | None
     topk: PackedTopk | None
 
+    def __post_init__(self) -> None:
+        if self.experts is None or self.topk is None:
+            return
+        if self.experts.num_tokens != self.topk.num_tokens:
+            raise ReplayError(
+                f"request {self.topk.request}: its two records are of different tokens",
+                got=f"experts of {self.experts.num_tokens} tokens, keys of {self.topk.num_tokens}",
+                expected="both of prompt and response",
+            )
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Of the request; None where nothing was recorded."""
+        return next((part.num_tokens for part in self._parts), None)
+
     @property
     def num_bytes(self) -> int:
         """Of host memory."""
-        return sum(part.num_bytes for part in (self.experts, self.topk) if part is not None)
+        return sum(part.num_bytes for part in self._parts)
+
+    @property
+    def _parts(self) -> list[PackedExperts | PackedTopk]:
+        return [part for part in (self.experts, self.topk) if part is not None]
 
 
 def pack_topk(record: NDArray[np.int32], shape: ChoiceShape, *, request: str) -> PackedTopk:
