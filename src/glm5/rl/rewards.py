@@ -108,7 +108,8 @@ def build_reward(settings: RewardSettings) -> Reward:
         in which order does not count: use exact or regex for those.
     exact: the whole text equals the label, both stripped; reasoning is part of the text.
     regex: the first group of the last match, stripped, equals the label; a pattern without groups
-        must be found anywhere, and needs no label.
+        must be found anywhere, and needs no label. Python's re knows no time limit: a repetition
+        inside a repetition may take forever on what a model writes.
     function: what it returns for (text, label, row), row being the whole row of the data.
     Labels that are numbers are compared as they are printed: 0.5 is "0.5".
 

@@ -62,7 +62,7 @@ def question_of(row: Any) -> str | tuple[dict[str, Any], ...]:
         raise BadRow(f"prompt is not a string or a list but {_kind(asked)}")
     checked = _messages(asked, name)
     if checked[-1]["role"] == "assistant":
-        raise BadRow(f"{name} end with an assistant's, so that nothing is asked")
+        raise BadRow(f"the last of {name} is an assistant's, so that nothing is asked")
     return checked
 
 
