@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from glm5.checkpoint.adapter_io import attach_adapter, detach_adapter
+from glm5.checkpoint.adapter_io import attach_adapter, check_loaded_tensors, detach_adapter
 from glm5.checkpoint.dequantise import readable_by_transformers
 from glm5.checkpoint.hf_model import load_hf_model
 from glm5.config import Glm5Config
@@ -78,9 +78,10 @@ class HfEngine:
         self._detach()
         try:
             self._peft = attach_adapter(self._base, folder).to(self._device)
+            check_loaded_tensors(self._peft, folder)
         except Glm5Error as error:
             # PEFT may have changed some of the model already
-            self._base = None
+            self.close()
             raise EngineError(
                 "the engine did not take the adapter",
                 got=error,
