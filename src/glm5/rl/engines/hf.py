@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +54,15 @@ class HfEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, record: Recorded
     ) -> list[Rollout]:
-        done = self.complete(requests, sampling, record=record)
-        return [self._rollout(completion, sampling) for completion in done]
+        # packed batch by batch: as they come, the records of all requests may not fit
+        done = self._batches(requests, sampling, record)
+        return [self._rollout(completion, sampling) for batch in done for completion in batch]
 
     def complete(
         self, requests: Sequence[Request], sampling: Sampling, *, record: Recorded
     ) -> list[Completion]:
         """As `generate`, but with the records as they came from the model."""
-        check_prompts(requests, self._glm5.vocab_size)
-        model = self._model()
-        return [
-            completion
-            for start in range(0, len(requests), self._max_batch)
-            for completion in complete(
-                model,
-                requests[start : start + self._max_batch],
-                sampling,
-                HfRecorder(self._glm5, record),
-            )
-        ]
+        return [c for batch in self._batches(requests, sampling, record) for c in batch]
 
     def load_adapter(self, folder: Path, version: int) -> None:
         self._detach()
@@ -110,6 +100,15 @@ class HfEngine:
 
     def close(self) -> None:
         self._base = self._peft = None
+
+    def _batches(
+        self, requests: Sequence[Request], sampling: Sampling, record: Recorded
+    ) -> Iterator[list[Completion]]:
+        check_prompts(requests, self._glm5.vocab_size)
+        model = self._model()
+        for start in range(0, len(requests), self._max_batch):
+            batch = requests[start : start + self._max_batch]
+            yield complete(model, batch, sampling, HfRecorder(self._glm5, record))
 
     def _load(self, folder: Path) -> Any:
         with readable_by_transformers(folder, self._glm5) as readable:
