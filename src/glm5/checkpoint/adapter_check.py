@@ -57,7 +57,7 @@ def verify_peft_adapter(
     Raises AdapterError naming what PEFT lost, added or changed, or when peft is not installed.
     """
     model = load_peft_model(folder, hf_dir, glm5, device=device)
-    num_tensors = _check_tensors(model, Path(folder) / WEIGHTS_FILE)
+    num_tensors = check_loaded_tensors(model, folder)
     _check_modules(model, adapter.modules)
     factors = adapter.factors
     wrapped = dict(_wrapped_weights(model))
@@ -75,13 +75,17 @@ def verify_peft_adapter(
     return AdapterReport(num_tensors, len(factors), len(wrapped), worst_error, worst_ratio)
 
 
-def _check_tensors(model: "PeftModel", path: Path) -> int:
+def check_loaded_tensors(model: "PeftModel", folder: str | Path) -> int:
+    """How many tensors the folder has; raises AdapterError unless PEFT took each of them as it is.
+
+    PEFT itself drops what it does not know, such as the experts of a folder for an engine.
+    """
     held = {
         name.replace(f".{ADAPTER_NAME}.", "."): tensor
         for name, tensor in model.named_parameters()
         if ".lora_" in name
     }
-    with safe_open(path, framework="pt") as file:
+    with safe_open(Path(folder) / WEIGHTS_FILE, framework="pt") as file:
         names = set(file.keys())
         saved = {name for name in names if ".lora_" in name}
         for what, wrong in (("does not load", saved - held.keys()), ("adds", held.keys() - saved)):

@@ -1,7 +1,11 @@
 """Adapters on disk: PEFT folders and those that engines serve; write, read and check them."""
 
 from glm5.checkpoint.adapter import FactorSpec, LazyFactors, LoraAdapter, LoraFactors
-from glm5.checkpoint.adapter_check import AdapterReport, verify_peft_adapter
+from glm5.checkpoint.adapter_check import (
+    AdapterReport,
+    check_loaded_tensors,
+    verify_peft_adapter,
+)
 from glm5.checkpoint.adapter_compare import compare_adapters
 from glm5.checkpoint.adapter_engines import Consumer, Engine
 from glm5.checkpoint.adapter_layout import adapter_linears, module_tensors
@@ -22,6 +26,7 @@ __all__ = [
     "ServingReport",
     "adapter_linears",
     "attach_adapter",
+    "check_loaded_tensors",
     "check_serving_adapter",
     "compare_adapters",
     "detach_adapter",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm5.checkpoint.adapter_io import load_peft_model, write_serving_adapter
 from glm5.checkpoint.hf_model import load_hf_model
 from glm5.config import Glm5Config
 from glm5.errors import EngineError
@@ -215,8 +216,6 @@ def test_records_are_packed_under_their_request(
 def test_adapters_replace_each_other(
     folder: Path, glm5: Glm5Config, make_adapter: MakeAdapter
 ) -> None:
-    from glm5.checkpoint.adapter_io import load_peft_model
-
     engine = HfEngine(folder, glm5, CPU)
     base = engine.generate(make_requests(), make_sampling(), record="none")
     previous = base
@@ -233,8 +232,6 @@ def test_adapters_replace_each_other(
 def test_whole_modules_of_an_adapter_leave_with_it(
     folder: Path, glm5: Glm5Config, make_adapter: MakeAdapter, tmp_path: Path
 ) -> None:
-    from glm5.checkpoint.adapter_io import load_peft_model
-
     engine = HfEngine(folder, glm5, CPU)
     norm = 1 + 0.5 * torch.randn(glm5.hidden_size)
     gate = torch.randn(glm5.n_routed_experts, glm5.hidden_size)
@@ -279,6 +276,20 @@ def test_what_it_cannot_load_is_an_error_and_never_sampled_from(
     engine.sleep()
     engine.wake()
     engine.close()
+    with pytest.raises(EngineError, match="holds no model"):
+        engine.generate(make_requests(), make_sampling(), record="none")
+
+
+def test_a_folder_for_an_engine_is_not_half_loaded(
+    folder: Path, glm5: Glm5Config, tmp_path: Path
+) -> None:
+    adapter = adapter_of(make_factors(glm5))
+    serving = tmp_path / "serving"
+    write_serving_adapter(serving, adapter, "sglang", config=glm5, base_name="tiny")
+    engine = HfEngine(folder, glm5, CPU)
+    with pytest.raises(EngineError, match="did not take the adapter") as caught:
+        engine.load_adapter(serving, 1)
+    assert "--for peft" in str(caught.value.remedy)
     with pytest.raises(EngineError, match="holds no model"):
         engine.generate(make_requests(), make_sampling(), record="none")
 

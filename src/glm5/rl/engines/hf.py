@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from glm5.checkpoint.adapter_io import attach_adapter, detach_adapter
+from glm5.checkpoint.adapter_io import attach_adapter, check_loaded_tensors, detach_adapter
 from glm5.checkpoint.dequantise import readable_by_transformers
 from glm5.checkpoint.hf_model import load_hf_model
 from glm5.config import Glm5Config
@@ -54,33 +54,24 @@ class HfEngine:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, record: Recorded
     ) -> list[Rollout]:
-        done = self.complete(requests, sampling, record=record)
-        return [self._rollout(completion, sampling) for completion in done]
+        # packed batch by batch: as they come, the records of all requests may not fit
+        done = self._batches(requests, sampling, record)
+        return [self._rollout(completion, sampling) for batch in done for completion in batch]
 
     def complete(
         self, requests: Sequence[Request], sampling: Sampling, *, record: Recorded
     ) -> list[Completion]:
         """As `generate`, but with the records as they came from the model."""
-        check_prompts(requests, self._glm5.vocab_size)
-        model = self._model()
-        return [
-            completion
-            for start in range(0, len(requests), self._max_batch)
-            for completion in complete(
-                model,
-                requests[start : start + self._max_batch],
-                sampling,
-                HfRecorder(self._glm5, record),
-            )
-        ]
+        return [c for batch in self._batches(requests, sampling, record) for c in batch]
 
     def load_adapter(self, folder: Path, version: int) -> None:
         self._detach()
         try:
             self._peft = attach_adapter(self._base, folder).to(self._device)
+            check_loaded_tensors(self._peft, folder)
         except Glm5Error as error:
             # PEFT may have changed some of the model already
-            self._base = None
+            self.close()
             raise EngineError(
                 "the engine did not take the adapter",
                 got=error,
@@ -109,6 +100,15 @@ class HfEngine:
 
     def close(self) -> None:
         self._base = self._peft = None
+
+    def _batches(
+        self, requests: Sequence[Request], sampling: Sampling, record: Recorded
+    ) -> Iterator[list[Completion]]:
+        check_prompts(requests, self._glm5.vocab_size)
+        model = self._model()
+        for start in range(0, len(requests), self._max_batch):
+            batch = requests[start : start + self._max_batch]
+            yield complete(model, batch, sampling, HfRecorder(self._glm5, record))
 
     def _load(self, folder: Path) -> Any:
         with readable_by_transformers(folder, self._glm5) as readable:
