@@ -19,7 +19,7 @@ def run_train(run_file: Path, overrides: Sequence[str], *, json: bool) -> None:
         # its packages are not needed for fine-tuning
         from glm5.rl.run import train_rl
 
-        result = train_rl(run, say=output.say, quiet=json)
+        result = train_rl(run, say=output.say, show=output.show, quiet=json)
     else:
         result = train(run, say=output.say, quiet=json)
     if not is_writer():

@@ -25,11 +25,12 @@ from glm5.rl.passes import Batch, Passes, Replayer, Scores
 from glm5.rl.policy_loss import PolicyLoss, check_finite
 from glm5.rl.row import Document
 from glm5.rl.run_config import RlConfig
+from glm5.rl.samples import Sample, step_samples, write_samples
 from glm5.rl.sections import RlSection
 from glm5.rl.sync import WeightSync
 from glm5.train.gradients import connect, zero_gradients
-from glm5.train.state import TrainState
-from glm5.train.steps import StepLoop, Values
+from glm5.train.state import TrainState, is_writer
+from glm5.train.steps import StepLoop, Values, is_due
 
 
 class RlLoop(StepLoop):
@@ -76,6 +77,8 @@ class RlLoop(StepLoop):
         self._limits = GapLimits(run.gap.max_kl, run.gap.max_abs_diff)
         # on the first rank: which completions every rank computes
         self._data_ranks = first_rank.gather(parallel_state.get_data_parallel_rank())
+        self.samples: list[Sample] = []
+        """Of the last step, on the first rank."""
         connect(state)
 
     def _step(self, step: int) -> Values:
@@ -84,20 +87,35 @@ class RlLoop(StepLoop):
             self._hand_over(step - 1)
         choices, collected = self._collect(step)
         values = collected_metrics(collected)
+        values["lr"] = self.state.optimizer.param_groups[0]["lr"]
         groups = _documents([group for group in collected.groups if group.teaches], self._rl)
         documents = [document for group in groups for document in group]
         plan = plan_step(self._batcher, groups, self._rl.updates)
         batch = self._batch(plan, choices)
+        scored = None
         if batch.updates:
             with clock.time("score_seconds"):
-                scores, gap = self._score(batch, documents)
+                scored = self._score(batch, documents)
+        # before the gap may stop the run: they show why
+        self._keep_samples(step, collected, documents, None if scored is None else scored[1])
+        if scored is not None:
+            scores, gap = scored
             values |= gap.metrics()
             self._limits.check(gap, step, self._decode)
             with clock.time("update_seconds"):
                 values |= self._learn(batch, scores, step)
-        values["lr"] = self.state.optimizer.param_groups[0]["lr"]
         values["tokens"] = sum(document.num_tokens for document in documents)
         return values | clock.seconds()
+
+    def _keep_samples(
+        self, step: int, collected: Collected, documents: Sequence[Document], gap: Gap | None
+    ) -> None:
+        if not is_writer():
+            return
+        abs_diffs = [] if gap is None else gap.sequence_abs_diff.tolist()
+        self.samples = step_samples(collected.groups, documents, abs_diffs, self._decode)
+        if is_due(step, self._rl.samples_every, last=False):
+            write_samples(self._run.output.dir, step, self.samples)
 
     def _hand_over(self, version: int) -> None:
         """The engine samples a step with the weights that the step before left: `version` steps."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.table import Table
 
 from glm5.checkpoint.adapter_engines import check_servable
 from glm5.config import Glm5Config
@@ -17,6 +19,7 @@ from glm5.rl.prompts import PromptSet, load_prompts
 from glm5.rl.rewards import Reward, build_reward
 from glm5.rl.rollout import Engine, Sampling
 from glm5.rl.run_config import RlConfig
+from glm5.rl.samples import pick_samples, sample_table
 from glm5.rl.sync import WeightSync, consumer_of
 from glm5.runtime.distributed import default_device
 from glm5.train.chat import ChatTokenizer
@@ -32,6 +35,14 @@ from glm5.train.session import (
 )
 from glm5.train.state import is_writer
 from glm5.train.template import load_tokenizer
+
+Show = Callable[[Table], None]
+SHOWN_SAMPLES = 6
+
+
+def show_nothing(table: Table) -> None:
+    """For those who do not look."""
+    del table
 
 
 @dataclass(frozen=True)
@@ -54,13 +65,14 @@ def train_rl(
     *,
     engine: Engine | None = None,
     say: Say = say_nothing,
+    show: Show = show_nothing,
     quiet: bool = False,
 ) -> TrainResult:
     """Trains as the run says, resuming where it may, and saves at the end or when stopped.
 
     `engine` takes the place of the one that the run names; the run gives it back at its end. `say`
-    hears on the first rank what the data and the model came to; progress goes to standard error
-    unless `quiet`.
+    hears on the first rank what the data and the model came to, and `show` gets a few completions
+    of the last step; progress goes to standard error unless `quiet`.
 
     Raises:
         ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any
@@ -69,10 +81,10 @@ def train_rl(
         disagree. DivergedError: the loss is no longer a number.
     """
     with in_output_folder(run):
-        return _train(run, engine, say if is_writer() else say_nothing, quiet)
+        return _train(run, engine, say if is_writer() else say_nothing, show, quiet)
 
 
-def _train(run: RlConfig, engine: Engine | None, say: Say, quiet: bool) -> TrainResult:
+def _train(run: RlConfig, engine: Engine | None, say: Say, show: Show, quiet: bool) -> TrainResult:
     start = find_start(run, _data_files(run))
     glm5 = _engine_config(run, start.folder)
     _check_targets(run)
@@ -82,7 +94,7 @@ def _train(run: RlConfig, engine: Engine | None, say: Say, quiet: bool) -> Train
     )
     collector = first_rank.keep(lambda: _collector(run, start, glm5, text, engine, say))
     try:
-        return _take_steps(run, start, glm5, collector, first_rank, text, say, quiet)
+        return _take_steps(run, start, glm5, collector, first_rank, text, say, show, quiet)
     finally:
         if collector is not None:
             collector.close()
@@ -96,6 +108,7 @@ def _take_steps(
     first_rank: FirstRank,
     text: _Text,
     say: Say,
+    show: Show,
     quiet: bool,
 ) -> TrainResult:
     model = run.model.model_copy(update={"latent_norm_eps": glm5.latent_norm_eps})
@@ -104,7 +117,10 @@ def _take_steps(
     sync = WeightSync(run, chunks, start.folder, first_rank)
     first_rank.keep(sync.clear)
     loop = RlLoop(run, state, collector, sync, first_rank, text.exact)
-    return take_steps(run, start, state, loop, quiet)
+    result = take_steps(run, start, state, loop, quiet)
+    if is_writer():
+        show(sample_table(result.step, pick_samples(loop.samples, SHOWN_SAMPLES)))
+    return result
 
 
 def _collector(

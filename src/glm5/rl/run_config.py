@@ -38,6 +38,7 @@ class RlConfig(RunFile):
     free_on_resume: ClassVar[tuple[str, ...]] = (
         *FREE_ON_RESUME,
         "rl.max_tokens_per_micro_batch",
+        "rl.samples_every",
         "rollout.url",
         "rollout.connect_timeout_s",
         "rollout.read_timeout_s",

@@ -12,9 +12,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from glm5.rl.collect import Decode, Group
 from glm5.rl.printable import printable
 from glm5.rl.rewards import Label
 from glm5.rl.rollout import Finish
+from glm5.rl.row import Document
 
 SAMPLES_FOLDER = "samples"
 # Of a long text the screen shows this many characters, of both ends.
@@ -38,6 +40,37 @@ class Sample:
     num_tokens: int
     finish: Finish
     abs_diff: float
+
+
+def step_samples(
+    groups: Sequence[Group],
+    documents: Sequence[Document],
+    abs_diffs: Sequence[float],
+    decode: Decode,
+) -> list[Sample]:
+    """Of all completions of a step; `documents` are those that were learnt from, and `abs_diffs`
+    the mean differences of each."""
+    learnt = {d.rollout.request: (d.advantage, abs_diffs[d.number]) for d in documents}
+    return [
+        _sample(group, place, learnt.get(rollout.request, (None, math.nan)), decode)
+        for group in groups
+        for place, rollout in enumerate(group.rollouts)
+    ]
+
+
+def _sample(group: Group, place: int, learnt: tuple[float | None, float], decode: Decode) -> Sample:
+    rollout, (advantage, abs_diff) = group.rollouts[place], learnt
+    return Sample(
+        request=rollout.request,
+        prompt=decode(rollout.prompt_ids.tolist()),
+        completion=decode(rollout.response_ids.tolist()),
+        label=group.prompt.label,
+        reward=float(group.rewards[place]),
+        advantage=advantage,
+        num_tokens=len(rollout.response_ids),
+        finish=rollout.finish,
+        abs_diff=float(abs_diff),
+    )
 
 
 def samples_file(run_dir: Path, step: int) -> Path:

@@ -104,6 +104,9 @@ class RlSection(Section):
     """Which discrete choices of the rollout the trainer repeats: experts, the indexer's keys."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2)]
     """Capacity of a micro-batch, into which whole completions are packed [tokens]."""
+    samples_every: Annotated[int, Field(ge=0)] = 1
+    """All completions are written to output.dir/samples after every so many steps; 0: never
+    [steps]."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
