@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from glm5.errors import DataError
 from glm5.rl.prompts import Prompt, PromptSet, iter_questions, load_prompts
@@ -80,6 +81,23 @@ def test_a_raw_prompt_is_the_text_itself_with_its_special_tokens(
     assert text_of(chat).startswith("[gMASK]")
     with pytest.raises(DataError, match="tools need the chat template"):
         load({**GOOD, "tools": TOOLS}, raw=True)
+
+
+def test_a_tokenizer_adds_nothing_to_a_raw_prompt(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(GLM)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", ENDOFTEXT)]
+    )
+    assert tokenizer("a")["input_ids"][0] == ENDOFTEXT
+    (prompt,) = load_prompts(
+        [write(tmp_path, {"prompt": "a"})],
+        ChatTokenizer(tokenizer, GLM_STOPS),
+        vocab_size=300,
+        max_prompt_tokens=100,
+        needs_label=False,
+        raw=True,
+    ).prompts
+    assert len(prompt.ids) == 1 and prompt.ids[0] != ENDOFTEXT
 
 
 def test_reward_functions_see_the_whole_row(load: Callable[..., PromptSet]) -> None:
