@@ -117,6 +117,12 @@ def test_records_arrive_as_the_model_made_them(
         assert np.array_equal(keys[:, full], np.concatenate(completion.keys))
 
 
+def test_records_of_all_layers_are_packed(engine: SglangEngine) -> None:
+    for rollout in engine.generate(make_requests(), make_sampling(), record="both"):
+        assert rollout.choices is not None
+        assert rollout.choices.experts is not None and rollout.choices.topk is not None
+
+
 @pytest.mark.parametrize(("recorded", "has"), [("routing", (1, 0)), ("indexer", (0, 1))])
 def test_only_what_is_asked_for_is_recorded(
     engine: SglangEngine,
