@@ -23,6 +23,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "pp2": (2, {"pp": 2}),
     "cp2": (2, {"cp": 2}),
     "ep2": (2, {"ep": 2}),
+    "etp2": (2, {"etp": 2}),
+    "pp2vpp2": (2, {"pp": 2, "vpp": 2}),
     "tp2pp2ep2": (4, {"tp": 2, "pp": 2, "ep": 2}),
 }
 STEPS = 3

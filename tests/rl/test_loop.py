@@ -1,6 +1,8 @@
 """Whole short runs: what is learnt, resumed, refused, and survived."""
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from glm5.checkpoint.adapter_io import read_adapter
 from glm5.checkpoint.ckpt_dir import read_record, saved_steps, step_folder
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError, EngineError, GapError, Glm5Error, RewardError
+from glm5.rl.rollout import Rollout
 from glm5.rl.run import train_rl
 from glm5.rl.run_config import RlConfig
 from glm5.rl.samples import samples_file
@@ -113,6 +116,24 @@ def test_a_dead_engine_costs_no_step(tiny_folder: TinyFolder, tmp_path: Path) ->
     with pytest.raises(EngineError, match="the server is gone"):
         train_rl(run, engine=FakeEngine(change=dies_in_call(3)), quiet=True)
     assert saved_steps(out) == [2]
+    train_rl(run, engine=FakeEngine(), quiet=True)
+    assert metrics(out) == metrics(whole)
+    assert differing(saved_state(out, 3), saved_state(whole, 3)) == []
+
+
+def test_a_signal_ends_the_step_and_saves(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    folder, whole, out = tiny_folder("5"), tmp_path / "whole", tmp_path / "stopped"
+    train_rl(rl_config(folder, whole, **FAKE), engine=FakeEngine(), quiet=True)
+    calls = iter([False, True, False])
+
+    def stop(rollouts: list[Rollout]) -> list[Rollout]:
+        if next(calls):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rollouts
+
+    run = rl_config(folder, out, **FAKE)
+    result = train_rl(run, engine=FakeEngine(change=stop), quiet=True)
+    assert (result.step, result.stopped_by) == (2, "SIGTERM")
     train_rl(run, engine=FakeEngine(), quiet=True)
     assert metrics(out) == metrics(whole)
     assert differing(saved_state(out, 3), saved_state(whole, 3)) == []

@@ -190,7 +190,7 @@ class OptimizerSection(Section):
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0: no clipping."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Linear warm-up [steps]."""
+    """Linear warm-up [optimizer steps]."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
 
