@@ -32,7 +32,12 @@ STEPS = 3
 
 def sections(**layout: int) -> dict[str, Any]:
     return {
-        "lora": {"rank": 2, "alpha": 4.0, "expert_lora": "shared_outer", "train": ["norms"]},
+        "lora": {
+            "rank": 2,
+            "alpha": 4.0,
+            "expert_lora": "shared_outer",
+            "train": ["norms", "router", "embeddings", "lm_head"],
+        },
         # with a small eps Adam turns the sign of a gradient that is zero but for rounding into a
         # whole step
         "optimizer": {"eps": 1e-3},
