@@ -17,9 +17,10 @@ from glm5.train.loop import TrainLoop
 from glm5.train.metrics import read_metrics
 from glm5.train.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from glm5.train.packing import PackedRow
-from glm5.train.run import build_trainable, load_datasets
+from glm5.train.run import load_datasets
 from glm5.train.run_config import RunConfig
 from glm5.train.state import TrainState
+from glm5.train.trainable import build_trainable
 
 TIMINGS = {"step_seconds", "tokens_per_second"}
 

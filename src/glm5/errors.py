@@ -53,6 +53,18 @@ class DataError(Glm5Error, ValueError):
     """A training data file, named with its line, that cannot be used."""
 
 
+class ReplayError(Glm5Error, ValueError):
+    """A rollout's record of its discrete choices that cannot be those of its tokens."""
+
+
+class EngineError(Glm5Error):
+    """A rollout engine that does not answer, or answers something else than was asked."""
+
+
+class RewardError(Glm5Error, ValueError):
+    """A reward that cannot be computed."""
+
+
 class CheckFailedError(Glm5Error):
     """A comparison that the command exists to make came out wrong."""
 
@@ -63,3 +75,7 @@ class DivergedError(Glm5Error):
     """A loss or gradient that is no longer a number."""
 
     exit_code = 1
+
+
+class GapError(DivergedError):
+    """A rollout engine and a trainer that disagree on how likely the sampled tokens are."""

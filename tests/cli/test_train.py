@@ -11,6 +11,7 @@ from torch import Tensor
 from glm5.train.metrics import METRICS_FILE, read_metrics
 from tests.cli.conftest import Glm5
 from tests.hf_folders import rewrite
+from tests.rl.running import rl_tables
 from tests.tiny_models import TinyFolder
 from tests.training import run_tables, write_toml
 
@@ -94,3 +95,22 @@ def test_a_run_that_diverges_is_1_and_saves_nothing(
     (line,) = (tmp_path / "run" / METRICS_FILE).read_text().splitlines()
     assert json.loads(line)["loss"] == "NaN"
     assert [path.name for path in (tmp_path / "run").iterdir()] == [METRICS_FILE]
+
+
+def test_a_file_with_rl_learns_from_rewards(
+    glm5: Glm5, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    tables = rl_tables(tiny_folder("5"), tmp_path / "run", train={"steps": 2})
+    file = write_toml(tmp_path / "run.toml", tables)
+    result = glm5("train", file, "--set", "rl.group_size=3")
+    assert result.exit_code == 0
+    assert "prompts: 6" in result.out and "samples of step 2" in result.out
+    assert "step 2/2  reward 0." in result.err and "gap" in result.err
+    more = ["--set", "rl.group_size=3", "--set", "train.steps=3", "--json"]
+    result = glm5("train", file, *more)
+    assert result.json["step"] == 3
+    assert glm5("export", tmp_path / "run", tmp_path / "out", "--as", "adapter").exit_code == 0
+    result = glm5("train", file, "--set", "rl.group_size=4", "--set", "train.steps=4")
+    assert result.exit_code == 2 and "changed: rl.group_size" in result.err
+    result = glm5("train", file, "--set", "rl.replay='some'")
+    assert result.exit_code == 2 and "rl.replay" in result.err

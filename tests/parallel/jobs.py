@@ -31,9 +31,10 @@ from glm5.train.chat import TokenizedChat
 from glm5.train.loop import TrainLoop
 from glm5.train.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from glm5.train.packing import PackedDataset
-from glm5.train.run import build_trainable, checkpoint_record
+from glm5.train.resume import checkpoint_record
 from glm5.train.run_config import RunConfig
 from glm5.train.state import TrainState
+from glm5.train.trainable import build_trainable
 
 # Odd, so that rows are padded where ranks share tokens; long documents cross a shard's border.
 SEQ_LENGTH = 29

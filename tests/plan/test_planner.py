@@ -16,8 +16,8 @@ from glm5.plan.planner import Candidate, best, best_recompute, candidates, evalu
 from glm5.plan.recipe import recipe
 from glm5.plan.workload import Workload
 from glm5.runtime.distributed import Layout
-from glm5.train.run import parallel_layout
 from glm5.train.run_config import RunConfig
+from glm5.train.trainable import parallel_layout
 from tests.tiny_models import TinyFolder
 
 NAME, GLM52 = read_model("GLM-5.2")

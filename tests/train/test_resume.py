@@ -13,8 +13,9 @@ from glm5.checkpoint.ckpt_dir import STEPS_FOLDER, saved_steps
 from glm5.errors import CheckpointError, ConfigError
 from glm5.train import state as state_module
 from glm5.train.metrics import MetricsLog, read_metrics
-from glm5.train.run import TrainResult, train
+from glm5.train.run import train
 from glm5.train.run_config import RunConfig
+from glm5.train.session import TrainResult
 from tests.tiny_models import TinyFolder
 from tests.training import (
     differing,

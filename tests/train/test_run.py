@@ -13,7 +13,9 @@ from glm5.errors import AdapterError, CheckpointError, ConfigError, DataError
 from glm5.train.chat import check_fits_model
 from glm5.train.metrics import read_metrics
 from glm5.train.packing import PackedDataset
-from glm5.train.run import build_trainable, describe_data, describe_model, find_resume_step, train
+from glm5.train.resume import find_resume_step
+from glm5.train.run import describe_data, train
+from glm5.train.trainable import build_trainable, describe_model
 from tests.hf_folders import rewrite
 from tests.tiny_models import TinyFolder
 from tests.training import all_finite, run_config, write_few_chats
@@ -26,7 +28,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def built(*args: Any) -> None:
         pytest.fail("the model was built")
 
-    monkeypatch.setattr("glm5.train.run.build_trainable", built)
+    monkeypatch.setattr("glm5.train.session.build_trainable", built)
 
 
 def test_what_the_run_says_of_the_model_reaches_it(tiny_folder: TinyFolder, tmp_path: Path) -> None:

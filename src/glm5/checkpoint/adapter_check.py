@@ -1,7 +1,6 @@
 """Prove that transformers + PEFT apply an adapter folder completely and exactly."""
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +13,13 @@ from torch import Tensor
 from glm5.checkpoint.adapter import LoraAdapter, LoraFactors
 from glm5.checkpoint.adapter_file import WEIGHTS_FILE
 from glm5.checkpoint.adapter_layout import fused_weight, peft_weights
-from glm5.checkpoint.hf_model import load_hf_model
 from glm5.checkpoint.names import summarise
+from glm5.checkpoint.peft_model import ADAPTER_NAME, load_peft_model
 from glm5.config import Glm5Config
 from glm5.errors import AdapterError
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-_ADAPTER = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,7 @@ def verify_peft_adapter(
     Raises AdapterError naming what PEFT lost, added or changed, or when peft is not installed.
     """
     model = load_peft_model(folder, hf_dir, glm5, device=device)
-    num_tensors = _check_tensors(model, Path(folder) / WEIGHTS_FILE)
+    num_tensors = check_loaded_tensors(model, folder)
     _check_modules(model, adapter.modules)
     factors = adapter.factors
     wrapped = dict(_wrapped_weights(model))
@@ -68,9 +65,9 @@ def verify_peft_adapter(
     worst_error = worst_ratio = 0.0
     unseen = set(factors)
     for weight, layer in wrapped.items():
-        delta = layer.get_delta_weight(_ADAPTER).detach()
+        delta = layer.get_delta_weight(ADAPTER_NAME).detach()
         for path, part in _linear_deltas(weight, delta):
-            error, ratio = _compare(path, part, factors.get(path), layer.scaling[_ADAPTER])
+            error, ratio = _compare(path, part, factors.get(path), layer.scaling[ADAPTER_NAME])
             worst_error, worst_ratio = max(worst_error, error), max(worst_ratio, ratio)
             unseen.discard(path)
     if unseen:
@@ -78,51 +75,17 @@ def verify_peft_adapter(
     return AdapterReport(num_tensors, len(factors), len(wrapped), worst_error, worst_ratio)
 
 
-def load_peft_model(
-    folder: str | Path,
-    hf_dir: str | Path,
-    glm5: Glm5Config,
-    *,
-    device: str | torch.device = "cpu",
-) -> "PeftModel":
-    """The transformers model of `hf_dir` in fp32 with the adapter of `folder`, in eval mode.
+def check_loaded_tensors(model: "PeftModel", folder: str | Path) -> int:
+    """How many tensors the folder has; raises AdapterError unless PEFT took each of them as it is.
 
-    Raises AdapterError when peft is not installed or refuses the folder, ConfigError and
-    CheckpointError when transformers cannot express or load the base.
+    PEFT itself drops what it does not know, such as the experts of a folder for an engine.
     """
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise AdapterError(
-            "checking an adapter needs peft", got=error, remedy="pip install 'peft>=0.21.2'"
-        ) from error
-    if not (Path(folder) / WEIGHTS_FILE).is_file():
-        # Without this file PEFT would unpickle adapter_model.bin.
-        raise AdapterError(
-            f"{folder} has no {WEIGHTS_FILE}",
-            expected="safetensors; pickled weights are never loaded",
-            remedy="export the adapter again",
-        )
-    base = load_hf_model(hf_dir, glm5)
-    try:
-        with warnings.catch_warnings():
-            # A false alarm: PEFT looks for them among modules, but applies them to parameters.
-            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not")
-            model = PeftModel.from_pretrained(base, str(folder), adapter_name=_ADAPTER)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise AdapterError(
-            f"PEFT cannot load {folder}", got=error, remedy="export the adapter again"
-        ) from error
-    return model.to(device).eval()
-
-
-def _check_tensors(model: "PeftModel", path: Path) -> int:
     held = {
-        name.replace(f".{_ADAPTER}.", "."): tensor
+        name.replace(f".{ADAPTER_NAME}.", "."): tensor
         for name, tensor in model.named_parameters()
         if ".lora_" in name
     }
-    with safe_open(path, framework="pt") as file:
+    with safe_open(Path(folder) / WEIGHTS_FILE, framework="pt") as file:
         names = set(file.keys())
         saved = {name for name in names if ".lora_" in name}
         for what, wrong in (("does not load", saved - held.keys()), ("adds", held.keys() - saved)):
@@ -151,7 +114,7 @@ def _check_modules(model: "PeftModel", modules: Mapping[str, Tensor]) -> None:
             raise AdapterError(f"PEFT {what}", got=summarise(names))
     for name, tensor in modules.items():
         module, _, leaf = name.rpartition(".")
-        held = getattr(wrapped[module].modules_to_save[_ADAPTER], leaf)
+        held = getattr(wrapped[module].modules_to_save[ADAPTER_NAME], leaf)
         if not _same_values(held, tensor):
             raise AdapterError("PEFT holds another value than the adapter", got=name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,17 +13,16 @@ from torch import Tensor
 
 from glm5.checkpoint.adapter import LoraAdapter, LoraFactors, rescaled
 from glm5.checkpoint.adapter_file import WEIGHTS_FILE, AdapterFile
+from glm5.checkpoint.adapter_pairs import local_pairs
 from glm5.checkpoint.adapter_read import read_adapter
 from glm5.checkpoint.adapter_settings import AdapterSettings
 from glm5.checkpoint.convert import fill_targets, mcore_tensors
-from glm5.checkpoint.glm5_rules import glm5_rules, hf_modules
+from glm5.checkpoint.glm5_rules import glm5_rules
 from glm5.checkpoint.names import summarise
 from glm5.checkpoint.trained import trained_modules
 from glm5.errors import AdapterError
-from glm5.lora.attach import adapted_modules
 from glm5.lora.experts import GroupedLora
 from glm5.lora.factors import Adapted, Factors
-from glm5.model.names import GlobalNames
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -55,7 +54,7 @@ def start_from_adapter(chunks: Sequence[GPTModel], folder: Path) -> None:
     adapter = read_adapter(folder, chunks[0].config.glm5)
     problems, used = [], set[str]()
     for chunk in chunks:
-        for path, module, pair in _local_pairs(chunk):
+        for path, module, pair in local_pairs(chunk):
             used.add(path)
             problems += _start_pair(adapter, path, module, pair)
         problems += _start_modules(adapter, chunk, folder)
@@ -64,17 +63,6 @@ def start_from_adapter(chunks: Sequence[GPTModel], folder: Path) -> None:
     if left:
         problems.append(f"{summarise(left)} of the folder train nowhere in this model")
     _raise_together(problems, folder)
-
-
-def _local_pairs(model: GPTModel) -> Iterator[tuple[str, Adapted, Factors]]:
-    """(Hugging Face path, its module, this rank's part of its pair) of every adapter."""
-    global_name = GlobalNames(model)
-    linears = hf_modules(glm5_rules(model.config.glm5, include_mtp=False))
-    for path, module in adapted_modules(model):
-        for local, hf_linear, pair in module.factors(path):
-            paths = linears[global_name(local)]
-            (hf_path,) = (name for name in paths if name.rpartition(".")[2] == hf_linear)
-            yield hf_path, module, pair
 
 
 def _start_pair(adapter: LoraAdapter, path: str, module: Adapted, pair: Factors) -> list[str]:

@@ -17,12 +17,13 @@ from glm5.errors import CheckpointError, ConfigError
 MIN_TRANSFORMERS = Version("5.13")
 
 
-def load_hf_model(folder: str | Path, glm5: Glm5Config) -> Any:
-    """The `transformers` causal model of a local folder, fp32, eager, in evaluation mode.
+def load_hf_model(folder: str | Path, glm5: Glm5Config, dtype: torch.dtype = torch.float32) -> Any:
+    """The `transformers` causal model of a local folder, eager, in evaluation mode.
 
-    transformers expands the schedule from the raw config by itself; only keys that some of its
-    releases write and others misread are left out. It hard-wires the latent norms' eps, so that one
-    is set. Weights come from safetensors only.
+    In `dtype`, but for what transformers itself keeps in fp32: the routers. It expands the schedule
+    from the raw config by itself; only keys that some of its releases write and others misread are
+    left out. It hard-wires the latent norms' eps, so that one is set. Weights come from safetensors
+    only.
 
     Raises:
         ConfigError: this transformers is too old to be an oracle, or cannot express the model.
@@ -37,7 +38,7 @@ def load_hf_model(folder: str | Path, glm5: Glm5Config) -> Any:
             model = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 config=config,
-                dtype=torch.float32,
+                dtype=dtype,
                 attn_implementation="eager",
                 # the grouped product takes only rows of a multiple of 16 bytes
                 experts_implementation="eager",

@@ -14,7 +14,7 @@ from glm5.checkpoint.fp8 import SCALE_SUFFIX, quantize_block
 from glm5.checkpoint.hf_layout import HfTensor, hf_tensors
 from glm5.checkpoint.safetensors_file import plan_of
 from glm5.checkpoint.safetensors_writer import SafetensorsWriter
-from glm5.checkpoint.tiny_data import tiny_chats
+from glm5.checkpoint.tiny_data import sorting_task, tiny_chats
 from glm5.checkpoint.tiny_tokenizer import (
     EOS_TOKENS,
     PAD_TOKEN,
@@ -40,7 +40,7 @@ def write_tiny(
     fp8: bool = False,
     dtype: Dtype = "float32",
 ) -> Path:
-    """Write a tiny checkpoint of the family: config, shards, tokenizer, chat data.
+    """Write a tiny checkpoint of the family: config, shards, tokenizer, chats, a task for rewards.
 
     5 and 5.1 publish one architecture and differ in their trained weights alone, so they are the
     same folder here: 3 layers (dense, sparse, sparse), each with an indexer. 5.2 has 7 layers (3
@@ -101,12 +101,15 @@ def _kept_modules(raw: dict[str, Any]) -> list[str]:
 def _text_files(raw: dict[str, Any], seed: int) -> dict[str, str]:
     generation = {key: raw[key] for key in ("eos_token_id", "pad_token_id")}
     train, evaluation = tiny_chats(seed)
+    shuffled, to_sort = sorting_task(seed)
     return {
         "config.json": _json(raw),
         "generation_config.json": _json({"do_sample": False, **generation}),
         **tiny_tokenizer_files(raw["max_position_embeddings"]),
         "data/train.jsonl": train,
         "data/eval.jsonl": evaluation,
+        "data/shuffled.jsonl": shuffled,
+        "data/sort.jsonl": to_sort,
     }
 
 

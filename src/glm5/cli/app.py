@@ -96,9 +96,16 @@ def demo(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Where it writes; an earlier demo is replaced.")
     ] = Path("demo"),
+    rl: Annotated[
+        bool, typer.Option("--rl", help="Reinforcement learning: sort digits, from rewards alone.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Run the whole job on a tiny model: verify, train a LoRA, export, reload with peft."""
+    if rl:
+        from glm5.cli.demo_rl import run_rl_demo
+
+        raise typer.Exit(run_rl_demo(folder, json=json))
     from glm5.cli.demo import run_demo
 
     raise typer.Exit(run_demo(folder, json=json))
@@ -154,7 +161,7 @@ def train(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Train as the run file says; Ctrl-C or SIGTERM saves, the same command resumes."""
+    """Fine-tune, or learn from rewards if there is [rl]; Ctrl-C saves, the same command resumes."""
     from glm5.cli.train import run_train
 
     run_train(run_file, overrides or [], json=json)

@@ -22,7 +22,7 @@ from glm5.train.run import train
 from glm5.train.run_config import RunConfig
 
 _MARKER = ".glm5-demo"
-_MADE = ("hf", "run", "adapter", "loss.png")
+_MADE = ("hf", "run", "adapter", "loss.png", "warmup", "start", "reward.png")
 _STEPS = 60
 
 
@@ -45,7 +45,7 @@ def run_demo(folder: Path, *, json: bool) -> int:
     started = time.perf_counter()
     # the tiny model's operations are too small to share: threads would only wait for each other
     torch.set_num_threads(1)
-    _take_folder(folder)
+    take_demo_folder(folder)
     hf_dir = write_tiny(folder / "hf", "5.2")
     output.say(f"1. wrote a tiny GLM-5.2-like checkpoint, tokenizer and chats to {hf_dir}")
     checks = [_verify(output, hf_dir)]
@@ -56,12 +56,16 @@ def run_demo(folder: Path, *, json: bool) -> int:
     plot = plot_loss(metrics, folder / "loss.png")
     checks.append(_check_learning(metrics))
     output.say("4. exporting the adapter and loading it with transformers + peft")
-    checks += _export(run.output.dir, folder / "adapter")
-    _report(output, checks, plot, time.perf_counter() - started)
-    return 0 if all(check.ok for check in checks) else CheckFailedError.exit_code
+    checks += export_adapter(run.output.dir, folder / "adapter")
+    return report(output, checks, "loss curve", plot, time.perf_counter() - started)
 
 
-def _take_folder(folder: Path) -> None:
+def take_demo_folder(folder: Path) -> None:
+    """Makes the folder of a demo, or empties that of an earlier one.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         _remove_demo(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +122,8 @@ def _check_learning(metrics: Sequence[dict[str, Any]]) -> Check:
     return Check(f"training loss over {len(metrics)} steps", figure, last < 0.7 * first)
 
 
-def _export(run_dir: Path, out_dir: Path) -> list[Check]:
+def export_adapter(run_dir: Path, out_dir: Path) -> list[Check]:
+    """Exports the adapter of a run, and says what was proved of it."""
     checks = export(run_dir, out_dir, "adapter")
     return [
         Check(f"logits of the adapter, glm5 against {check.what}", f"{check.error:.1e}", check.ok)
@@ -126,14 +131,16 @@ def _export(run_dir: Path, out_dir: Path) -> list[Check]:
     ]
 
 
-def _report(output: Output, checks: Sequence[Check], plot: Path, seconds: float) -> None:
+def report(output: Output, checks: Sequence[Check], curve: str, plot: Path, seconds: float) -> int:
+    """Shows what was checked and where things are; the exit code."""
     rows = [(check.what, check.figure, check.ok) for check in checks]
     output.table("what was checked", ("check", "figure", ""), rows)
     output.result(
         {
-            "loss curve": str(plot),
+            curve: str(plot),
             "adapter": str(plot.parent / "adapter"),
             "seconds": round(seconds, 1),
             **({"checks": [vars(check) for check in checks]} if output.as_json else {}),
         }
     )
+    return 0 if all(check.ok for check in checks) else CheckFailedError.exit_code

@@ -35,6 +35,11 @@ class Output:
             table.add_row(*(_cell(value) for value in row))
         self.console.print(table)
 
+    def show(self, table: Table) -> None:
+        """A table that somebody else has made."""
+        if not self.as_json:
+            self.console.print(table)
+
     def columns(self, title: str, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """A table without a frame, never cut or wrapped: text to the left, numbers to the right."""
         left = [isinstance(cell, str) for cell in rows[0]]

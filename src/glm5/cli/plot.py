@@ -23,3 +23,20 @@ def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> Path:
     axes.legend()
     figure.savefig(path, dpi=120)
     return path
+
+
+def plot_reward(metrics: Sequence[dict[str, Any]], path: Path) -> Path:
+    """Draws a run's mean reward, and the gap between engine and trainer, into a PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    reward, gap = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    reward.plot([m["step"] for m in metrics], [m["reward"] for m in metrics])
+    reward.set(ylabel="mean reward", ylim=(0, 1))
+    measured = [m for m in metrics if "gap_abs_diff" in m]
+    gap.semilogy([m["step"] for m in measured], [m["gap_abs_diff"] for m in measured])
+    gap.set(xlabel="step", ylabel="mean |trainer - engine| [nat]")
+    for axes in (reward, gap):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return path

@@ -6,16 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glm5.cli.output import Output
+from glm5.rl.run_config import RlConfig, read_run
 from glm5.train.run import train
-from glm5.train.run_config import RunConfig
 from glm5.train.state import is_writer
 
 
 def run_train(run_file: Path, overrides: Sequence[str], *, json: bool) -> None:
     """Trains and says where the checkpoint is, once however many processes a launcher started."""
     output = Output(json)
-    run = RunConfig.from_toml(run_file, overrides)
-    result = train(run, say=output.say, quiet=json)
+    run = read_run(run_file, overrides)
+    if isinstance(run, RlConfig):
+        # its packages are not needed for fine-tuning
+        from glm5.rl.run import train_rl
+
+        result = train_rl(run, say=output.say, show=output.show, quiet=json)
+    else:
+        result = train(run, say=output.say, quiet=json)
     if not is_writer():
         return
     if result.stopped_by:

@@ -33,18 +33,10 @@ def export_hf(
     Raises:
         CheckFailedError: `transformers` computes other logits from the folder.
     """
-    glm5 = _exported_config(model.config.glm5, record)
-    rules = glm5_rules(glm5, include_mtp=record.include_mtp)
-    plan = {
-        name: (tensor.shape, getattr(torch, tensor.dtype))
-        for name, tensor in hf_tensors(glm5).items()
-    }
+    glm5 = exported_config(model.config.glm5, record.dtype, include_mtp=record.include_mtp)
     with new_folder(out_dir) as staging:
         folder = staging / "hf"
-        with SafetensorsWriter(folder, plan) as writer:
-            for name, tensor in hf_weights(mcore_tensors(model), rules):
-                writer.add(name, tensor.to(plan[name][1]))
-            add_small_files(writer, checkpoint / HF_FOLDER, glm5)
+        write_hf(model, glm5, checkpoint / HF_FOLDER, folder, include_mtp=record.include_mtp)
         token_ids = probe_tokens(glm5)
         reference = load_reference(folder, glm5, next(model.parameters()).device)
         ours, theirs = paired_logits(model, reference, token_ids)
@@ -56,10 +48,27 @@ def export_hf(
     return checks
 
 
-def _exported_config(glm5: Glm5Config, record: CheckpointRecord) -> Glm5Config:
+def write_hf(
+    model: GPTModel, glm5: Glm5Config, small_files: Path, folder: Path, *, include_mtp: bool
+) -> None:
+    """Writes every weight of a whole model, in the dtypes of `glm5`, and the small files of a
+    Hugging Face folder; unverified."""
+    rules = glm5_rules(glm5, include_mtp=include_mtp)
+    plan = {
+        name: (tensor.shape, getattr(torch, tensor.dtype))
+        for name, tensor in hf_tensors(glm5).items()
+    }
+    with SafetensorsWriter(folder, plan) as writer:
+        for name, tensor in hf_weights(mcore_tensors(model), rules):
+            writer.add(name, tensor.to(plan[name][1]))
+        add_small_files(writer, small_files, glm5)
+
+
+def exported_config(glm5: Glm5Config, dtype: str, *, include_mtp: bool) -> Glm5Config:
+    """The config.json of weights that trained in `dtype`."""
     raw = glm5.model_copy(update={"fp8": None}).to_hf_dict()
     raw.pop("torch_dtype", None)
-    raw["dtype"] = record.dtype
-    if not record.include_mtp:
+    raw["dtype"] = dtype
+    if not include_mtp:
         raw["num_nextn_predict_layers"] = 0
     return Glm5Config.from_hf_dict(raw)

@@ -17,6 +17,7 @@ from glm5.model.linear import LatentUpProjection, ReplicatedLinear
 from glm5.model.norm import RMSNorm
 from glm5.model.parallel import gather_keys, tp_sum
 from glm5.model.query_shares import QueryShares
+from glm5.model.replay import LayerChoices
 from glm5.model.routes import Routes
 from glm5.model.tokens import TokenRow, token_row
 from glm5.model.transformer_config import Glm5TransformerConfig
@@ -85,6 +86,7 @@ class DSASelfAttention(MegatronModule):
         hidden_states: Tensor,
         topk_indices: Tensor | None,
         packed_seq_params: PackedSeqParams | None = None,
+        choices: LayerChoices | None = None,
     ) -> tuple[Tensor, Tensor]:
         """hidden_states [s, b, hidden_size] normalised -> (output of that shape, topk_indices).
 
@@ -98,7 +100,9 @@ class DSASelfAttention(MegatronModule):
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         index_inputs = None
         if self.indexer is not None:
-            topk_indices, index_inputs = self.indexer(hidden_states, q_latent, own, row, routes)
+            topk_indices, index_inputs = self.indexer(
+                hidden_states, q_latent, own, row, routes, choices
+            )
         assert topk_indices is not None, f"layer {self.layer_number} shares a top-k nobody made"
         q, kv = self._queries(q_latent, row), self._keys(hidden_states, own)
         learns = index_inputs is not None and index_inputs.want_gradients

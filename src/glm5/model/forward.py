@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from glm5.errors import DataError
+from glm5.model.layer import Glm5TransformerLayer
+from glm5.model.replay import Observer, Replay
 from glm5.model.tokens import PackedDocuments
 from glm5.ops.masks import check_cu_seqlens
 
@@ -22,19 +24,55 @@ _INTEGER_DTYPES = (
 )
 
 
-def packed_documents(cu_seqlens: Tensor, device: torch.device) -> PackedDocuments:
+def packed_documents(
+    cu_seqlens: Tensor,
+    device: torch.device,
+    *,
+    replay: Replay | None = None,
+    observer: Observer | None = None,
+) -> PackedDocuments:
     """Packed documents for a model on `device`; cu_seqlens [n + 1] integer.
 
+    With a replay or an observer they are those of one forward, after which `finish_forward` is due.
     A host sync where cu_seqlens is on a GPU.
     """
     lengths = tuple(cu_seqlens.diff().tolist())
     edges = cu_seqlens.to(device=device, dtype=torch.int32, non_blocking=True)
     return PackedDocuments(
-        qkv_format="thd", cu_seqlens_q=edges, cu_seqlens_kv=edges, lengths=lengths
+        qkv_format="thd",
+        cu_seqlens_q=edges,
+        cu_seqlens_kv=edges,
+        lengths=lengths,
+        replay=replay,
+        observer=observer,
     )
 
 
-def logits(model: GPTModel, token_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+def finish_forward(model: nn.Module, documents: PackedDocuments) -> None:
+    """Checks what a pipeline stage's forward of `documents` replayed; to be called right after it.
+
+    From here on the layers take their choices again only to recompute their activations.
+
+    Raises:
+        ReplayError: choices recorded for one of the stage's layers were not taken.
+    """
+    layers = {
+        layer.layer_number - 1
+        for layer in model.modules()
+        if isinstance(layer, Glm5TransformerLayer) and not layer.is_mtp_layer
+    }
+    entries = set() if documents.replay is None else documents.replay.entries()
+    documents.ledger.finish(entry for entry in entries if entry[1] in layers)
+
+
+def logits(
+    model: GPTModel,
+    token_ids: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
+    replay: Replay | None = None,
+    observer: Observer | None = None,
+) -> Tensor:
     """Next-token logits of packed documents that never see each other.
 
     token_ids [t] integer, on any device; cu_seqlens [n + 1] int32 or int64, document i is
@@ -44,6 +82,7 @@ def logits(model: GPTModel, token_ids: Tensor, cu_seqlens: Tensor | None = None)
     Raises:
         DataError: token_ids is not one row of ids of the vocabulary, or cu_seqlens does not span
         it; or one of them is no tensor.
+        ReplayError: `replay` is not of this model's layers.
     """
     _check_is_tensor("token_ids", token_ids)
     _check_tokens(token_ids, model.vocab_size)
@@ -54,12 +93,14 @@ def logits(model: GPTModel, token_ids: Tensor, cu_seqlens: Tensor | None = None)
         cu_seqlens = torch.tensor([0, num_tokens])
     _check_is_tensor("cu_seqlens", cu_seqlens)
     check_cu_seqlens(cu_seqlens, num_tokens)
+    documents = packed_documents(cu_seqlens, device, replay=replay, observer=observer)
     out = model(
         input_ids=token_ids[None],
         position_ids=torch.arange(num_tokens, device=device)[None],
         attention_mask=None,
-        packed_seq_params=packed_documents(cu_seqlens, device),
+        packed_seq_params=documents,
     )
+    finish_forward(model, documents)
     return out[0]
 
 

@@ -13,9 +13,11 @@ from glm5.model.parallel import (
     gather_keys,
     gather_rows,
     of_this_rank,
+    query_rows,
     sum_gradient_over_tp,
 )
 from glm5.model.query_shares import QueryShares
+from glm5.model.replay import LayerChoices
 from glm5.model.routes import Routes
 from glm5.model.tokens import TokenRow
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
@@ -126,26 +128,44 @@ class LightningIndexer(MegatronModule):
         return routes.join(nothing, selected)
 
     def forward(
-        self, x: Tensor, q_latent: Tensor, own: TokenRow, row: TokenRow, routes: Routes
+        self,
+        x: Tensor,
+        q_latent: Tensor,
+        own: TokenRow,
+        row: TokenRow,
+        routes: Routes,
+        choices: LayerChoices | None = None,
     ) -> tuple[Tensor, IndexInputs | None]:
         """(topk_indices, inputs of the KL loss, which have gradients only when this one `learns`).
 
         `own` are the tokens of x, `row` and `routes` all queries: this rank selects for them, or
         for its share. Where all of them attend densely nothing is computed: ([0, index_topk],
-        None). The main loss never reaches the indexer, nor the indexer's loss the model, hence the
-        detach.
+        None). A replayed selection is taken as it is: without a loss there are no inputs then. The
+        main loss never reaches the indexer, nor the indexer's loss the model, hence the detach.
         """
         if self.observed:
             routes = Routes.all_sparse(len(row.starts))
+        replayed = None if choices is None else choices.take_topk()
         if not routes.num_sparse:
             return row.starts.new_empty(0, self.config.glm5.index_topk), None
-        queries = row
+        rows, queries = query_rows(len(row.starts), shared=self.config.shares_queries), row
         if self.config.shares_queries:
             queries = row.of_this_rank()
             routes = QueryShares(routes, x.device).own_routes
-        with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
+        learns = self.learns and torch.is_grad_enabled()
+        observer = None if choices is None else choices.observer
+        if replayed is not None and observer is None and not learns:
+            return replayed.rows(rows, queries.starts, queries.ends), None
+        with torch.set_grad_enabled(learns):
             inputs = self.project(x.detach(), q_latent.detach(), own, queries)
-        return self.select(inputs, queries, routes), inputs
+        if replayed is not None and observer is None:
+            return replayed.rows(rows, queries.starts, queries.ends), inputs
+        selected = self.select(inputs, queries, routes)
+        if choices is not None and observer is not None:
+            observer.see_topk(choices.layer, rows, selected)
+        if replayed is not None:
+            selected = replayed.rows(rows, queries.starts, queries.ends)
+        return selected, inputs
 
     def _rope_first_dims(self, x: Tensor, row: TokenRow) -> Tensor:
         glm5 = self.config.glm5

@@ -8,6 +8,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from glm5.model.replay import LayerChoices
+from glm5.model.tokens import PackedDocuments
+
 
 class Glm5TransformerLayer(TransformerLayer):
     """TransformerLayer whose `context` is IndexShare's top-k.
@@ -29,5 +32,26 @@ class Glm5TransformerLayer(TransformerLayer):
         """context: topk_indices [t, index_topk] int32 of the nearest full layer above, or None."""
         assert attention_mask is None, "masking lives in the documents; attention_mask must be None"
         normed = self.input_layernorm(hidden_states)
-        output, topk_indices = self.self_attention(normed, context, packed_seq_params)
+        output, topk_indices = self.self_attention(
+            normed, context, packed_seq_params, self._choices(packed_seq_params)
+        )
         return hidden_states + output, topk_indices
+
+    def _forward_mlp(
+        self,
+        hidden_states: Tensor,
+        inference_context: Any = None,
+        padding_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        if not self.is_moe_layer:
+            return super()._forward_mlp(hidden_states)
+        normed = self._forward_pre_mlp_layernorm(hidden_states)
+        output = self.mlp(normed, self._choices(packed_seq_params))
+        return self._forward_post_mlp(output, hidden_states)
+
+    def _choices(self, packed: PackedSeqParams | None) -> LayerChoices | None:
+        # an MTP layer chooses for itself: engines record the decoder's layers alone
+        if self.is_mtp_layer or not isinstance(packed, PackedDocuments):
+            return None
+        return packed.choices_of(self.layer_number - 1)

@@ -49,6 +49,30 @@ def of_this_rank(x: Tensor) -> Tensor:
     return x[group.rank() :: group.size()]
 
 
+def query_rows(num_queries: int, *, shared: bool) -> range:
+    """Where in a packed row the queries stand that this rank selects keys for.
+
+    num_queries: of the context-parallel rank's part of the row; `shared`: see `QueryShares`.
+    """
+    first = parallel_state.get_context_parallel_rank() * num_queries
+    if not shared:
+        return range(first, first + num_queries)
+    group = parallel_state.get_tensor_model_parallel_group()
+    return range(first + group.rank(), first + num_queries, group.size())
+
+
+def token_rows(num_tokens: int, *, shared: bool) -> range:
+    """Where in a packed row this rank's num_tokens stand outside attention.
+
+    `shared`: tensor-parallel ranks have a part each, as under sequence parallelism.
+    """
+    part = parallel_state.get_context_parallel_rank()
+    if shared:
+        group = parallel_state.get_tensor_model_parallel_group()
+        part = part * group.size() + group.rank()
+    return range(part * num_tokens, (part + 1) * num_tokens)
+
+
 def _gather(x: Tensor, batch: int, group: Any, partial_grad: bool) -> Tensor:
     if group.size() == 1:
         return x

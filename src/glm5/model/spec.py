@@ -8,7 +8,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 from glm5.model.attention import DSASelfAttention, IndexerType
 from glm5.model.experts import GroupedExperts
 from glm5.model.layer import Glm5TransformerLayer
+from glm5.model.moe import Glm5MoELayer, Glm5Router
 from glm5.model.mtp import Glm5MtpLayer
 from glm5.model.norm import RMSNorm
 from glm5.model.transformer_config import Glm5TransformerConfig
@@ -84,11 +85,12 @@ def _layer_spec(indexer_type: IndexerType, *, sparse: bool) -> ModuleSpec:
     )
 
 
-def _moe_builder() -> partial[MoELayer]:
+def _moe_builder() -> partial[Glm5MoELayer]:
     return partial(
-        MoELayer,
+        Glm5MoELayer,
         submodules=MoESubmodules(
             experts=GroupedExperts,
             shared_experts=partial(SharedExpertMLP, submodules=_MLP),
+            router=Glm5Router,
         ),
     )

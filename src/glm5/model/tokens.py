@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core import parallel_state
@@ -10,6 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from glm5.model.parallel import of_this_rank
+from glm5.model.replay import LayerChoices, Ledger, Observer, Replay, layer_choices
 from glm5.model.routes import Routes
 from glm5.ops.masks import document_bounds
 from glm5.ops.row_major import row_major
@@ -17,9 +18,19 @@ from glm5.ops.row_major import row_major
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """Megatron's form of packed documents, with their lengths [tokens] on the host as well."""
+    """Megatron's form of packed documents, with their lengths [tokens] on the host as well.
+
+    Of one forward, if it replays choices or shows them: `ledger` says which were taken.
+    """
 
     lengths: tuple[int, ...] = ()
+    replay: Replay | None = None
+    observer: Observer | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def choices_of(self, layer: int) -> LayerChoices | None:
+        """For decoder layer `layer` (from 0); None where it chooses for itself and nobody looks."""
+        return layer_choices(layer, self.replay, self.observer, self.ledger)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from glm5.plan.planner import Candidate
-from glm5.train.run_config import MLP_TARGETS, RunConfig
+from glm5.train.run_config import RunConfig
+from glm5.train.sections import MLP_TARGETS
 
 
 def recipe(model: str, candidate: Candidate) -> str:

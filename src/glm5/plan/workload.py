@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from glm5.lora.spec import ExpertLora
-from glm5.train.run_config import ATTENTION_TARGETS, DEFAULT_INDEXER_LOSS_COEFF, INDEXER_TARGETS
+from glm5.train.run_config import DEFAULT_INDEXER_LOSS_COEFF
+from glm5.train.sections import ATTENTION_TARGETS, INDEXER_TARGETS
 
 Mode = Literal["lora", "full"]
 Recompute = Literal["none", "selective", "full"]

@@ -1,8 +1,8 @@
 """Turn chats into tokens, and mark the tokens that an assistant would have produced."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,24 @@ class ChatTokenizer:
         return TokenizedChat(
             np.array(input_ids, dtype=np.int32), np.array(loss_mask, dtype=np.bool_), source
         )
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> NDArray[np.int32]:
+        """Return the ids [p] of a chat and the generation prompt: what a model goes on from.
+
+        Raises:
+            DataError: the template refuses the chat, does not read what it holds, or has no
+                generation prompt; or the chat's text contains a special token.
+        """
+        self._template.check(messages, tools)
+        input_ids = self._template.encode(messages, tools, add_generation_prompt=True)
+        if input_ids == self._template.encode(messages, tools):
+            raise DataError(
+                "the chat template has no generation prompt, so that no answer is asked for",
+                remedy="use a chat template that reads add_generation_prompt",
+            )
+        return np.array(input_ids, dtype=np.int32)
 
     def _texts_of_stop_tokens(self) -> tuple[str, ...]:
         texts = self.tokenizer.convert_ids_to_tokens(sorted(self.stop_token_ids))
@@ -199,16 +217,36 @@ def tokenize_chats(chats: Iterable[Chat], chat_tokenizer: ChatTokenizer) -> list
         DataError: one that lists every chat that cannot be tokenised, with its file and line;
             or what the chats' reader raises.
     """
+
+    def tokenize(chat: Chat) -> TokenizedChat:
+        return chat_tokenizer(chat.messages, chat.source, chat.tools)
+
+    return tokenize_all(chats, tokenize, "chats")
+
+
+class _HasSource(Protocol):
+    @property
+    def source(self) -> str: ...
+
+
+def tokenize_all[Row: _HasSource, Tokenized](
+    rows: Iterable[Row], tokenize: Callable[[Row], Tokenized], noun: str
+) -> list[Tokenized]:
+    """tokenize(row) of every row.
+
+    Raises:
+        DataError: one that lists all rows for which tokenize raised one; or what `rows` raises.
+    """
     problems, tokenized = Problems(), []
     remedies: dict[str, None] = {}  # in the order of the problems, each once
-    for chat in chats:
+    for row in rows:
         try:
-            tokenized.append(chat_tokenizer(chat.messages, chat.source, chat.tools))
+            tokenized.append(tokenize(row))
         except DataError as error:
-            problems.add(chat.source, error.what)
+            problems.add(row.source, error.what)
             if error.remedy is not None:
                 remedies[error.remedy] = None
-    problems.raise_if_any("chats that cannot be tokenised", "\n    or: ".join(remedies) or None)
+    problems.raise_if_any(f"{noun} that cannot be tokenised", "\n    or: ".join(remedies) or None)
     return tokenized
 
 
@@ -230,10 +268,19 @@ def check_fits_model(
                 expected=f"at most max_position_embeddings = {longest}",
                 remedy="lower data.seq_length, with data.too_long = 'truncate' or 'skip'",
             )
-        if (largest := int(chat.input_ids.max())) >= vocab_size:
-            raise DataError(
-                f"{chat.source}: the tokenizer gives ids that the model does not have",
-                got=f"id {largest}",
-                expected=f"ids below vocab_size = {vocab_size}",
-                remedy="use the tokenizer that belongs to the checkpoint",
-            )
+        check_ids(chat.input_ids, chat.source, vocab_size)
+
+
+def check_ids(input_ids: NDArray[np.int32], source: str, vocab_size: int) -> None:
+    """Every one of the ids [t], t >= 1, must have a row in the embedding.
+
+    Raises:
+        DataError: a token id of at least vocab_size.
+    """
+    if (largest := int(input_ids.max())) >= vocab_size:
+        raise DataError(
+            f"{source}: the tokenizer gives ids that the model does not have",
+            got=f"id {largest}",
+            expected=f"ids below vocab_size = {vocab_size}",
+            remedy="use the tokenizer that belongs to the checkpoint",
+        )

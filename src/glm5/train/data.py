@@ -1,8 +1,9 @@
 """Read chats from JSONL and Parquet files, and report every bad line with its place."""
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,29 +55,60 @@ def iter_chats(paths: Sequence[Path], *, max_samples: int | None = None) -> Iter
     A key that is null is as if absent. Blank lines and a byte order mark are skipped.
 
     Raises:
+        DataError: as `iter_rows`.
+    """
+
+    def chat(row: Any, source: str) -> Chat:
+        return Chat(messages_of(row), source, tools_of(row))
+
+    columns = ("messages", "tools")
+    return iter_rows(
+        paths, chat, noun="chats", needs=("messages",), columns=columns, max_samples=max_samples
+    )
+
+
+def iter_rows[Row](
+    paths: Sequence[Path],
+    parse: Callable[[Any, str], Row],
+    *,
+    noun: str,
+    needs: Sequence[str],
+    columns: Sequence[str] | None,
+    max_samples: int | None = None,
+) -> Iterator[Row]:
+    """Yield parse(row, `file:line`) of the rows of .jsonl and .parquet files in order.
+
+    parse raises BadRow for a row that cannot be used; `noun` says in messages what rows are. Of a
+    Parquet file `columns` are read where it has them (None: all), and it must have one of `needs`.
+
+    Raises:
         DataError: after the last row, when any row was bad: each with file and line (or row)
             number, counted from 1; at once when a file is missing, unreadable or of another
-            kind; at the end when there was no chat at all.
+            kind; at the end when there was no row at all.
     """
-    problems, num_chats = Problems(), 0
-    for source, raw in _iter_rows(paths):
-        if num_chats == max_samples:
+    problems, num_rows = Problems(), 0
+    for source, raw in _iter_raw(paths, needs, columns):
+        if num_rows == max_samples:
             break
         try:
-            row = _decode(raw)
-            chat = Chat(messages_of(row), source, tools_of(row))
+            row = parse(_decode(raw), source)
         except BadRow as error:
             problems.add(source, str(error))
             continue
-        num_chats += 1
-        yield chat
+        num_rows += 1
+        yield row
     problems.raise_if_any("bad rows in the data")
-    if not num_chats:
-        raise DataError("no chats in the data", got=", ".join(str(path) for path in paths))
+    if not num_rows:
+        raise DataError(f"no {noun} in the data", got=", ".join(str(path) for path in paths))
 
 
-def _iter_rows(paths: Sequence[Path]) -> Iterator[tuple[str, Any]]:
-    readers = {".jsonl": _iter_jsonl, ".parquet": _iter_parquet}
+def _iter_raw(
+    paths: Sequence[Path], needs: Sequence[str], columns: Sequence[str] | None
+) -> Iterator[tuple[str, Any]]:
+    readers: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+        ".jsonl": _iter_jsonl,
+        ".parquet": partial(_iter_parquet, needs=needs, columns=columns),
+    }
     for path in paths:
         reader = readers.get(path.suffix)
         if reader is None:
@@ -97,17 +129,20 @@ def _iter_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"{path}:{number}", line
 
 
-def _iter_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _iter_parquet(
+    path: Path, needs: Sequence[str], columns: Sequence[str] | None
+) -> Iterator[tuple[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            if "messages" not in file.schema_arrow.names:
-                raise DataError(f"{path}: no column messages", got=file.schema_arrow.names)
-            columns = [name for name in ("messages", "tools") if name in file.schema_arrow.names]
+            names = file.schema_arrow.names
+            if set(names).isdisjoint(needs):
+                raise DataError(f"{path}: no column {' or '.join(needs)}", got=names)
+            read = [name for name in names if columns is None or name in columns]
             number = 0
-            for batch in file.iter_batches(batch_size=256, columns=columns):
+            for batch in file.iter_batches(batch_size=256, columns=read):
                 for cells in zip(*batch.columns, strict=True):
                     number += 1
                     yield f"{path}:row {number}", dict(zip(batch.schema.names, cells, strict=True))

@@ -1,30 +1,27 @@
-"""The training loop: steps, metrics, evaluation, checkpoints, and a clean stop."""
+"""Supervised fine-tuning step by step: a batch, its gradients, an update, an evaluation."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from glm5.errors import ConfigError, DivergedError
+from glm5.errors import ConfigError
 from glm5.lora.dropout import seed_masks
-from glm5.lora.gradients import sum_expert_gradients
 from glm5.train.batches import BatchShaper, micro_batches_together
-from glm5.train.metrics import MetricsLog
+from glm5.train.gradients import connect, zero_gradients
 from glm5.train.packing import BatchOrder, PackedDataset
 from glm5.train.run_config import TrainSection
 from glm5.train.sft import forward_step
 from glm5.train.state import TrainState
-from glm5.train.stop import StopRequest
+from glm5.train.steps import StepLoop, Values, is_due
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,10 @@ class LossSum:
         return self.loss_sum / self.num_tokens if self.num_tokens else math.nan
 
 
-class TrainLoop:
-    """Runs optimizer steps `first_step .. steps` (counted from 1)."""
+class TrainLoop(StepLoop):
+    """Steps over packed rows: one batch and one update of the optimizer each."""
+
+    section: TrainSection
 
     def __init__(
         self,
@@ -60,42 +59,7 @@ class TrainLoop:
         self.order = BatchOrder(len(train_data), section.global_batch_size, section.seed, shuffle)
         self.forward_backward = get_forward_backward_func()
         self._check_batch()
-        _connect(state)
-
-    def run(
-        self,
-        first_step: int,
-        log: MetricsLog | None,
-        save: Callable[[int], Any],
-        stop: StopRequest,
-    ) -> int:
-        """Trains until the last step or a stop; returns the last step taken, which is saved.
-
-        Raises:
-            DivergedError: a loss or gradient norm is NaN or infinite; nothing is saved after it.
-        """
-        window = _Window()
-        for step in range(first_step, self.section.steps + 1):
-            values = self._step(step)
-            window.add(values)
-            finished = step == self.section.steps
-            diverged = not all(math.isfinite(values[name]) for name in ("loss", "grad_norm"))
-            if self._due(step, self.section.eval_every, finished) and not diverged:
-                values |= self._eval_values()
-                # the loss of a step is from before its update, this one from after it
-                diverged = not math.isfinite(values.get("eval_loss", 0.0))
-            must_show = finished or diverged or "eval_loss" in values
-            if log is not None and self._due(step, self.section.log_every, must_show):
-                log.log(step, {**values, **window.close()})
-            if diverged:
-                raise _diverged(step, values)
-            # a stop saves and logs nothing more, so that a resumed run logs what a whole one does
-            last = finished or _any_rank(stop.asked_by is not None)
-            if self._due(step, self.section.save_every, last):
-                save(step)
-            if last:
-                return step
-        return first_step - 1
+        connect(state)
 
     @torch.no_grad()
     def evaluate(self, data: PackedDataset) -> LossSum:
@@ -108,16 +72,16 @@ class TrainLoop:
             chunk.train()
         return _sum_reports(reports, _device(self.state))
 
-    def _eval_values(self) -> dict[str, float]:
-        found = LossSum(0.0, 0) if self.eval_data is None else self.evaluate(self.eval_data)
+    def _eval_values(self, step: int, finished: bool) -> Values:
+        if self.eval_data is None or not is_due(step, self.section.eval_every, finished):
+            return {}
+        found = self.evaluate(self.eval_data)
         return {"eval_loss": found.mean} if found.num_tokens else {}
 
-    def _step(self, step: int) -> dict[str, float]:
+    def _step(self, step: int) -> Values:
         started = time.perf_counter()
         state = self.state
-        for chunk in state.chunks:
-            chunk.zero_grad_buffer()
-        state.optimizer.zero_grad()
+        zero_gradients(state)
         seed_masks(self.section.seed, step)
         rows = self.order.rows(step - 1)
         shaper = BatchShaper(self.train_data, self.section.micro_batch_size, self.pad_token_id)
@@ -154,10 +118,6 @@ class TrainLoop:
             forward_only=forward_only,
         )
 
-    @staticmethod
-    def _due(step: int, every: int, last: bool) -> bool:
-        return last or (every > 0 and step % every == 0)
-
     def _check_batch(self) -> None:
         ranks = parallel_state.get_data_parallel_world_size()
         together = micro_batches_together()
@@ -173,38 +133,6 @@ class TrainLoop:
             )
 
 
-class _Window:
-    """Tokens per second over the steps between two lines of the log."""
-
-    def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
-
-    def add(self, values: dict[str, float]) -> None:
-        self._tokens += values["tokens"]
-        self._seconds += values["step_seconds"]
-
-    def close(self) -> dict[str, float]:
-        rate = self._tokens / self._seconds if self._seconds else 0.0
-        self._tokens = self._seconds = 0.0
-        return {"tokens_per_second": rate}
-
-
-def _connect(state: TrainState) -> None:
-    """Tells Megatron's schedules how this run scales its loss and finishes its gradients."""
-    config = state.chunks[0].module.config
-    config.finalize_model_grads_func = finalize_gradients
-    config.grad_scale_func = state.optimizer.scale_loss
-    no_syncs = [chunk.no_sync for chunk in state.chunks]
-    config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
-
-
-def finalize_gradients(model: list[DistributedDataParallel], *args: Any, **kwargs: Any) -> None:
-    """Megatron's sums over ranks, and those that only adapters need."""
-    finalize_model_grads(model, *args, **kwargs)
-    for chunk in model:
-        sum_expert_gradients(chunk)
-
-
 def _sum_reports(reports: Sequence[dict[str, Tensor]], device: torch.device) -> LossSum:
     """Adds up micro-batches and ranks: the one host sync of a step besides the gradient norm's."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -217,26 +145,5 @@ def _sum_reports(reports: Sequence[dict[str, Tensor]], device: torch.device) -> 
     return LossSum(loss_sum, int(num_tokens))
 
 
-def _any_rank(flag: bool) -> bool:
-    """Ranks must stop at the same step, and a signal may reach only one of them."""
-    if dist.get_world_size() == 1:
-        return flag
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    flags = torch.tensor([int(flag)], device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())
-
-
 def _device(state: TrainState) -> torch.device:
     return next(state.chunks[0].parameters()).device
-
-
-def _diverged(step: int, values: dict[str, float]) -> DivergedError:
-    shown = ("loss", "grad_norm", "eval_loss")
-    return DivergedError(
-        f"training diverged at step {step}",
-        got=", ".join(f"{name} {values[name]}" for name in shown if name in values),
-        expected="finite numbers",
-        remedy="train anew in another output.dir with a lower optimizer.lr or more warmup_steps; "
-        "checkpoints of this run are from before this step, and may be damaged already",
-    )

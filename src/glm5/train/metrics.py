@@ -20,8 +20,10 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # What the progress line shows: metric, label, format.
 _SHOWN = (
+    ("reward", "reward", "{:.3f}"),
     ("loss", "loss", "{:.4f}"),
     ("eval_loss", "eval", "{:.4f}"),
+    ("gap_kl", "gap", "{:.1e}"),
     ("lr", "lr", "{:.2e}"),
     ("tokens_per_second", "tok/s", "{:,.0f}"),
 )

@@ -9,7 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from glm5.train.run_config import OptimizerSection
+from glm5.train.sections import OptimizerSection
 
 
 def wrap_data_parallel(chunks: Sequence[GPTModel]) -> list[DistributedDataParallel]:

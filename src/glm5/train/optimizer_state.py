@@ -17,7 +17,10 @@ def sharded_optimizer(
     Every parameter has its fp32 value and its two moments, in the parameter's own shape: ranks that
     share an optimiser gather them on the host. Megatron's own state dict adds parameter groups and
     numbers that name the layout; the run's settings and its schedule say all that those hold.
+    Before the first update the moments are zero.
     """
+    if not is_loading:
+        _make_moments(optimizer)
     states = (
         part.sharded_param_state_fully_reshardable(trained, is_loading, {})
         for part in _parts(optimizer)
@@ -28,9 +31,8 @@ def sharded_optimizer(
 
 def load_optimizer(optimizer: ChainedOptimizer, state: dict[int, Any], steps: int) -> None:
     """Puts loaded tensors of `sharded_optimizer` into the optimiser, all of them at `steps`."""
+    _make_moments(optimizer)
     for number, part in enumerate(_parts(optimizer)):
-        # Adam makes its moments in its first step; what this one changes is loaded next
-        part._init_optimizer_states_with_dummy_values()
         with _steps_set_to(steps, part.optimizer):
             part.load_parameter_state_from_fully_reshardable(state.get(number, {}))
 
@@ -40,6 +42,22 @@ def _parts(optimizer: ChainedOptimizer) -> Iterator[DistributedOptimizer]:
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             yield part
+
+
+def _make_moments(optimizer: ChainedOptimizer) -> None:
+    """Adam makes its moments in its first step: one that changes nothing and does not count."""
+    for part in _parts(optimizer):
+        if part.optimizer.state:
+            continue
+        groups = part.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = 0.0
+        part._init_optimizer_states_with_dummy_values()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        with _steps_set_to(0, part.optimizer):
+            pass
 
 
 @contextmanager

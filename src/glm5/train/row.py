@@ -1,6 +1,7 @@
 """What one row of the data must look like, and the form in which a chat template takes it."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class BadRow(Exception):
-    """Why one row is no chat."""
+    """Why one row cannot be used."""
 
 
 def parse_json(text: str) -> Any:
@@ -26,26 +27,61 @@ def parse_json(text: str) -> Any:
 
 
 def messages_of(row: Any) -> tuple[dict[str, Any], ...]:
-    """The messages of a row, checked, with calls and content as templates take them.
+    """The messages of a chat to learn from, checked, with calls and content as templates take them.
 
     Raises:
         BadRow: what is wrong, and in which message.
     """
-    if not isinstance(row, dict):
-        raise BadRow(f"not an object but {_kind(row)}")
-    messages = row.get("messages")
+    messages = _as_object(row).get("messages")
     if messages is None:
         raise BadRow("no messages")
-    if not isinstance(messages, list):
-        raise BadRow(f"messages is not a list but {_kind(messages)}")
-    if not messages:
-        raise BadRow("messages is empty")
-    checked = tuple(
-        _message(message, f"messages[{index}]") for index, message in enumerate(messages)
-    )
+    checked = _messages(messages, "messages")
     if all(message["role"] != "assistant" for message in checked):
         raise BadRow("no assistant message, so there is nothing to learn")
     return checked
+
+
+def question_of(row: Any) -> str | tuple[dict[str, Any], ...]:
+    """What a row asks: `prompt`, a string, or messages, in `messages` or in `prompt` as well.
+
+    Raises:
+        BadRow: neither or both are there, or what is wrong in them; or an assistant has the last
+            word.
+    """
+    given = {name: _as_object(row).get(name) for name in ("prompt", "messages")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != 1:
+        raise BadRow("both prompt and messages" if given else "no prompt and no messages")
+    ((name, asked),) = given.items()
+    if name == "prompt" and isinstance(asked, str):
+        if not asked.strip():
+            raise BadRow("prompt is empty")
+        _check_text(asked, "prompt")
+        return asked
+    if name == "prompt" and not isinstance(asked, list):
+        raise BadRow(f"prompt is not a string or a list but {_kind(asked)}")
+    checked = _messages(asked, name)
+    if checked[-1]["role"] == "assistant":
+        raise BadRow(f"the last of {name} is an assistant's, so that nothing is asked")
+    return checked
+
+
+def label_of(row: Mapping[str, Any]) -> str | int | float | None:
+    """The answer that a reward compares with; None where the row has none.
+
+    Raises:
+        BadRow: neither a string nor a finite number.
+    """
+    label = row.get("label")
+    if isinstance(label, str):
+        _check_text(label, "label")
+        return label
+    is_number = isinstance(label, int | float) and not isinstance(label, bool)
+    if label is not None and not is_number:
+        raise BadRow(f"label is not a string or a number but {_kind(label)}")
+    if isinstance(label, float) and not math.isfinite(label):
+        raise BadRow(f"label is {label}, which is no number")
+    return label
 
 
 def tools_of(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -90,6 +126,20 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise BadRow(f"invalid JSON: {name} is no JSON number")
+
+
+def _as_object(row: Any) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise BadRow(f"not an object but {_kind(row)}")
+    return row
+
+
+def _messages(messages: Any, name: str) -> tuple[dict[str, Any], ...]:
+    if not isinstance(messages, list):
+        raise BadRow(f"{name} is not a list but {_kind(messages)}")
+    if not messages:
+        raise BadRow(f"{name} is empty")
+    return tuple(_message(message, f"{name}[{index}]") for index, message in enumerate(messages))
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

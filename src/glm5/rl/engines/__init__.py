@@ -1,0 +1,1 @@
+"""Programs that sample completions: `transformers` in this process, SGLang, and vLLM."""

@@ -1,0 +1,167 @@
+"""Talks JSON to a server: time-outs, retries that help, and errors that say what to do."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from glm5.errors import EngineError
+
+if TYPE_CHECKING:
+    import httpx2
+
+_TOO_MANY_REQUESTS = 429
+# of its own, so that waiting for a server changes nobody's random numbers
+_JITTER = random.SystemRandom()
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """How a server is asked.
+
+    connect_timeout_s, read_timeout_s: seconds until a connection stands, and without a byte of the
+    answer; a completion is sent when it is done, so the second one bounds its generation.
+    max_attempts: of one request, where the connection fails or the server says 429 or 5xx. Between
+    them backoff_s, doubled each time up to max_backoff_s, less a random part of up to a half.
+    num_in_flight: requests that the server has at a time. api_key: sent as a bearer token.
+    """
+
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 1800.0
+    max_attempts: int = 8
+    backoff_s: float = 1.0
+    max_backoff_s: float = 60.0
+    num_in_flight: int = 64
+    api_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said: HTTP status below 500 and the body, None where it is no JSON."""
+
+    status: int
+    json: Any
+    text: str
+
+    @property
+    def is_ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    def said(self) -> str:
+        """For an error message."""
+        return f"HTTP {self.status}: {' '.join(self.text.split())[:300]}"
+
+
+class Server:
+    """A server at a URL; may be used from several threads."""
+
+    def __init__(self, url: str, options: HttpOptions) -> None:
+        """Raises EngineError: httpx2 is not installed, or the URL is none. Connects to nothing."""
+        self.url = url.rstrip("/")
+        self._options = options
+        self._client = _new_client(self.url, options)
+
+    def get(self, path: str) -> Answer:
+        """Raises EngineError: no answer after all attempts, or none within the time-out."""
+        return self._ask("GET", path, None, self._options.max_attempts)
+
+    def post(self, path: str, body: dict[str, Any], *, max_attempts: int | None = None) -> Answer:
+        """Raises EngineError: no answer after all attempts, or none within the time-out."""
+        return self._ask("POST", path, body, max_attempts or self._options.max_attempts)
+
+    def map(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """work(item) of every item, in order, num_in_flight at a time; the first error is raised.
+
+        What has not begun by then never begins; what has is waited for.
+        """
+        if not items:
+            return []
+        with ThreadPoolExecutor(min(self._options.num_in_flight, len(items))) as pool:
+            futures = [pool.submit(work, item) for item in items]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failed = [future for future in futures if future in done and future.exception()]
+            if failed:
+                pool.shutdown(cancel_futures=True)
+                failed[0].result()
+            return [future.result() for future in futures]
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _ask(
+        self, method: str, path: str, body: dict[str, Any] | None, max_attempts: int
+    ) -> Answer:
+        problem = ""
+        for attempt in range(max_attempts):
+            if attempt:
+                time.sleep(self._pause(attempt))
+            outcome = self._try(method, path, body)
+            if isinstance(outcome, Answer):
+                return outcome
+            problem = outcome
+        raise EngineError(
+            f"{self.url} does not answer",
+            got=f"{problem}, after {max_attempts} attempts at {path}",
+            expected="a server that answers",
+            remedy="look at the server's log, start it again, and resume the run",
+        )
+
+    def _try(self, method: str, path: str, body: dict[str, Any] | None) -> Answer | str:
+        """The answer, or what went wrong where trying again may help."""
+        import httpx2
+
+        try:
+            response = self._client.request(method, path, json=body)
+        except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
+            raise self._too_slow(path) from error
+        except httpx2.TransportError as error:
+            return f"{type(error).__name__}: {error}"
+        answer = _answer(response)
+        if answer.status >= 500 or answer.status == _TOO_MANY_REQUESTS:
+            return answer.said()
+        return answer
+
+    def _too_slow(self, path: str) -> EngineError:
+        """Not tried again: the server would compute the same for as long."""
+        return EngineError(
+            f"{self.url}{path} did not answer in time",
+            got=f"nothing within {self._options.read_timeout_s:g} s",
+            remedy="a longer read time-out, fewer requests in flight, or fewer new tokens",
+        )
+
+    def _pause(self, attempt: int) -> float:
+        """Seconds before the attempt, counted from 0; clients that failed together part."""
+        longest = min(self._options.backoff_s * 2 ** (attempt - 1), self._options.max_backoff_s)
+        return longest * _JITTER.uniform(0.5, 1.0)
+
+
+def _new_client(url: str, options: HttpOptions) -> httpx2.Client:
+    try:
+        import httpx2
+    except ImportError as error:
+        raise EngineError(
+            "a rollout server needs httpx2", got=error, remedy="pip install 'glm5[rl]'"
+        ) from error
+    if not url.startswith(("http://", "https://")):
+        raise EngineError(
+            "no URL of a server", got=url, expected="http://HOST:PORT", remedy="add the scheme"
+        )
+    timeout = httpx2.Timeout(options.read_timeout_s, connect=options.connect_timeout_s)
+    limits = httpx2.Limits(
+        max_connections=options.num_in_flight, max_keepalive_connections=options.num_in_flight
+    )
+    key = options.api_key
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx2.Client(base_url=url, timeout=timeout, limits=limits, headers=headers)
+
+
+def _answer(response: httpx2.Response) -> Answer:
+    try:
+        content = response.json()
+    except ValueError:
+        content = None
+    return Answer(response.status_code, content, response.text)
