@@ -35,7 +35,8 @@ from glm5.train.chat import TokenizedChat
 from glm5.train.loop import TrainLoop
 from glm5.train.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from glm5.train.packing import PackedDataset
-from glm5.train.run_config import OptimizerSection, TrainSection
+from glm5.train.run_config import TrainSection
+from glm5.train.sections import OptimizerSection
 from glm5.train.state import TrainState
 
 STEPS = 2
