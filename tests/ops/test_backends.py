@@ -98,6 +98,59 @@ def test_indexer_loss(backend: Backend, form: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+def test_autocast_changes_nothing(backend: Backend) -> None:
+    q, k, weights = torch.randn(5, 2, 4), torch.randn(9, 4), torch.randn(5, 2)
+    ends, indices = torch.full((5,), 9, dtype=torch.int32), oracles.random_selection(5, 9, 3)
+
+    def run() -> list[Tensor]:
+        out, lse, mass = backend.sparse_mla_with_mass(q, k, indices, SCALE, 4)
+        kl = backend.indexer_kl(q, k, weights, indices, mass)
+        every = q, k, weights, q, k, lse.clamp(min=0), SCALE, ends - 9, ends
+        selected = backend.select_topk(q, k, weights, ends - 9, ends, 3)
+        return [out, lse, mass, kl, backend.indexer_kl_dense(*every), selected]
+
+    expected = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrowed = run()
+    for ours, theirs in zip(narrowed, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_inputs_that_do_not_fit_are_refused(backend: Backend) -> None:
+    q, k, weights = torch.randn(3, 2, 4), torch.randn(5, 4), torch.randn(3, 2)
+    bound, indices = torch.full((3,), 5, dtype=torch.int32), torch.zeros(3, 1, dtype=torch.int32)
+    starts, lse, mass = bound - 5, torch.zeros(3, 2), torch.ones(3, 1)
+    for wrong in (k[:, :3], k[None], k.to("meta")):
+        with pytest.raises(BackendError, match="do not fit together"):
+            backend.select_topk(q, wrong, weights, starts, bound, 2)
+        for attend in (backend.sparse_mla, backend.sparse_mla_with_mass):
+            with pytest.raises(BackendError, match="do not fit together"):
+                attend(q, wrong, indices, SCALE, 4)
+        with pytest.raises(BackendError, match="do not fit together"):
+            backend.indexer_kl(q, wrong, weights, indices, mass)
+        with pytest.raises(BackendError, match="do not fit together"):
+            backend.indexer_kl_dense(q, k, weights, q, wrong, lse, SCALE, starts, bound)
+    for d_v in (-1, 0, 5):
+        with pytest.raises(BackendError, match=f"(?s)do not fit together.*d_v {d_v}"):
+            backend.sparse_mla(q, k, indices, SCALE, d_v)
+
+
+def test_keys_that_do_not_exist_are_refused(backend: Backend) -> None:
+    q, k, weights = torch.randn(3, 2, 4), torch.randn(5, 4), torch.randn(3, 2)
+    bound, indices = torch.full((3,), 6, dtype=torch.int32), torch.full((3, 1), 5).int()
+    for call in (
+        lambda: backend.select_topk(q, k, weights, bound - 6, bound, 2),
+        lambda: backend.sparse_mla(q, k, indices, SCALE, 4),
+        lambda: backend.sparse_mla_with_mass(q, k, indices, SCALE, 4),
+        lambda: backend.indexer_kl(q, k, weights, indices, torch.ones(3, 1)),
+        lambda: backend.indexer_kl_dense(
+            q, k, weights, q, k, torch.zeros(3, 2), SCALE, bound - 6, bound
+        ),
+    ):
+        with pytest.raises(BackendError, match="keys that do not exist"):
+            call()
+
+
 def test_bf16_backends_agree_within_their_rounding() -> None:
     q, kv = torch.randn(33, 4, 24).bfloat16(), torch.randn(33, 24).bfloat16()
     indices = oracles.random_selection(33, 33, 8)

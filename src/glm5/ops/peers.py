@@ -11,14 +11,18 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 )
 from torch import Tensor
 
+from glm5.ops.indexer.inputs import check_index_inputs
 from glm5.ops.indexer.selection import select_from_scores
 from glm5.ops.indexer_kl.inputs import SumOverRanks, check_dense_inputs, check_sparse_inputs
 from glm5.ops.indexer_kl.mcore import kl_per_row
 from glm5.ops.key_sets import Chunk, KeyBounds, KeySelection
+from glm5.ops.precision import no_autocast
 from glm5.ops.sparse_mla.chunk import masked_logits, probabilities_
-from glm5.ops.sparse_mla.inputs import attend_to_nothing
+from glm5.ops.sparse_mla.inputs import attend_to_nothing, check_inputs
 
 __all__ = ["indexer_kl", "indexer_kl_dense", "select_topk", "sparse_mla", "sparse_mla_with_mass"]
+
+_ALL_ROWS = 2**31
 
 
 @torch.no_grad()
@@ -29,8 +33,11 @@ def select_topk(
 
     q [t_q, h_i, d_i], k [t_k, d_i] any float dtype, weights [t_q, h_i] fp32, starts, ends [t_q]
     int32 -> topk_indices [t_q, topk] int32, ascending key position, -1 only at the tail; an empty
-    row is all -1. Always computed in fp32.
+    row is all -1. Computed in fp32.
+    Raises BackendError for inputs that do not fit and for bounds outside the keys.
     """
+    check_index_inputs(q, k, weights, starts, ends, topk)
+    _check_keys(KeyBounds(starts, ends), k)
     return select_from_scores(_index_scores(q, k, weights), starts, ends, topk)
 
 
@@ -49,22 +56,26 @@ def sparse_mla(
     -> out [t_q, h, d_v] in kv's dtype, lse [t_q, h] fp32 natural log, without gradient.
     A row of all -1 gives out = 0, lse = -inf. Differentiable in q and kv by plain autograd of dense
     products, which give the same bits every time, deterministic or not.
+    Raises BackendError for inputs that do not fit and for indices beyond kv.
     """
     del deterministic
+    check_inputs(q, kv, topk_indices, d_v)
+    _check_keys(KeySelection(topk_indices), kv)
     t_q, t_k = len(q), len(kv)
     if t_q == 0 or t_k == 0 or topk_indices.shape[1] == 0:
         # Megatron-Core's softmax cannot reduce an empty dimension.
         return attend_to_nothing(q, kv, d_v)
-    out = _unfused_absorbed_dsa_fn(
-        q[:, None],
-        kv[:, None, None],
-        topk_indices[None],
-        softmax_scale,
-        d_v,
-        # The selection alone is the mask: without bounds Megatron-Core would add a causal one.
-        varlen_starts=torch.zeros(t_q, dtype=torch.int32, device=q.device),
-        varlen_ends=torch.full((t_q,), t_k, dtype=torch.int32, device=q.device),
-    )
+    with no_autocast(q):
+        out = _unfused_absorbed_dsa_fn(
+            q[:, None],
+            kv[:, None, None],
+            topk_indices[None],
+            softmax_scale,
+            d_v,
+            # The selection alone is the mask: without bounds Megatron-Core would add a causal one.
+            varlen_starts=torch.zeros(t_q, dtype=torch.int32, device=q.device),
+            varlen_ends=torch.full((t_q,), t_k, dtype=torch.int32, device=q.device),
+        )
     return out[:, 0], _log_sum_exp(q, kv, topk_indices, softmax_scale)
 
 
@@ -93,13 +104,15 @@ def sparse_mla_with_mass(
 @torch.no_grad()
 def _log_sum_exp(q: Tensor, kv: Tensor, topk_indices: Tensor, softmax_scale: float) -> Tensor:
     mask = KeySelection(topk_indices).mask(_everything(q, kv))
-    return masked_logits(q.float() * softmax_scale, kv.float(), mask).logsumexp(-1)
+    with no_autocast(q):
+        return masked_logits(q.float() * softmax_scale, kv.float(), mask).logsumexp(-1)
 
 
 @torch.no_grad()
 def _mass(q: Tensor, kv: Tensor, lse: Tensor, softmax_scale: float, mask: Tensor) -> Tensor:
     """[t_q, t_k] fp32: the probabilities of the masked keys, summed over the heads."""
-    logits = masked_logits(q.float() * softmax_scale, kv.float(), mask)
+    with no_autocast(q):
+        logits = masked_logits(q.float() * softmax_scale, kv.float(), mask)
     return probabilities_(logits, lse.float()).sum(1)
 
 
@@ -110,10 +123,11 @@ def indexer_kl(
 
     Tensors as in the reference. Megatron-Core raises p to at least 1e-10 inside its logarithm.
     Computed in fp32, differentiable in the index tensors by plain autograd.
-    Raises BackendError when the shapes do not fit.
+    Raises BackendError for inputs that do not fit and for indices beyond index_k.
     """
     check_sparse_inputs(index_q, index_k, index_weights, topk_indices, mass)
     everything, selection = _everything(index_q, index_k), KeySelection(topk_indices)
+    _check_keys(selection, index_k)
     target = selection.by_key(mass.detach().float(), everything)
     scores = _index_scores(index_q, index_k, index_weights)
     return kl_per_row(target, scores, selection.mask(everything))
@@ -134,10 +148,13 @@ def indexer_kl_dense(
 ) -> Tensor:
     """As indexer_kl over all keys in [starts, ends), with the attention to them computed here.
 
-    Tensors as in the reference. Raises BackendError when the shapes do not fit.
+    Tensors as in the reference. Raises BackendError for inputs that do not fit and for bounds
+    beyond the keys.
     """
     check_dense_inputs(index_q, index_k, index_weights, q, kv, lse, starts, ends)
-    mask = KeyBounds(starts, ends).mask(_everything(q, kv))
+    bounds = KeyBounds(starts, ends)
+    _check_keys(bounds, kv)
+    mask = bounds.mask(_everything(q, kv))
     target = _mass(q, kv, lse, softmax_scale, mask)
     if sum_over_ranks is not None:
         sum_over_ranks(target)
@@ -146,11 +163,18 @@ def indexer_kl_dense(
 
 def _index_scores(index_q: Tensor, index_k: Tensor, index_weights: Tensor) -> Tensor:
     """[t_q, t_k] fp32."""
-    # Megatron-Core's layout is [tokens, batch, ...]; flat tokens are a batch of one.
-    scores: Tensor = _compute_index_scores(
-        index_q[:, None], index_weights[:, None], index_k[:, None]
-    )[0]
+    with no_autocast(index_q):
+        # Megatron-Core's layout is [tokens, batch, ...]; flat tokens are a batch of one.
+        scores: Tensor = _compute_index_scores(
+            index_q[:, None], index_weights[:, None], index_k[:, None]
+        )[0]
     return scores
+
+
+def _check_keys(keys: KeyBounds | KeySelection, k: Tensor) -> None:
+    """Raise BackendError where a row refers to keys that do not exist; one host sync."""
+    # Chunks are made of checked rows alone; Megatron-Core's scatter would end the CUDA context.
+    keys.chunks(len(k), _ALL_ROWS)
 
 
 def _everything(q: Tensor, k: Tensor) -> Chunk:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from glm5.errors import BackendError
+from glm5.ops.indexer.inputs import check_index_inputs
 from glm5.ops.indexer.selection import select_from_scores
-from glm5.ops.indexer.shapes import check_shapes
 from glm5.ops.indexer_kl.inputs import check_sparse_inputs
 from glm5.ops.indexer_kl.mcore import kl_per_row
 from glm5.ops.sparse_mla.inputs import attend_to_nothing, check_inputs
@@ -46,7 +46,7 @@ def select_topk(
     -> topk_indices [t_q, topk] int32, ascending key position, -1 only at the tail.
     Raises BackendError for shapes that do not fit, other dtypes, and more than 64 heads.
     """
-    check_shapes(q, k, weights, starts, ends, topk)
+    check_index_inputs(q, k, weights, starts, ends, topk)
     _check_bf16(q=q, k=k)
     topk_indices = torch.full((len(q), topk), -1, dtype=torch.int32, device=q.device)
     if len(q) == 0 or len(k) == 0 or topk == 0:

@@ -130,6 +130,12 @@ def test_wrong_shapes_raise() -> None:
         {"k": k[:, :2]},
         {"weights": weights[:2]},
         {"starts": starts[:2]},
+        {"starts": starts.float()},
+        {"ends": ends.to("meta")},
+        {"k": torch.tensor(1.0)},
+        {"k": k.to("meta")},
+        {"weights": weights.int()},
+        {"q": q[:, :0], "weights": weights[:, :0]},
         {"topk": -1},
     ):
         with pytest.raises(BackendError, match="do not fit together"):

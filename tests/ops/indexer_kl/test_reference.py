@@ -156,6 +156,11 @@ def test_wrong_inputs_raise() -> None:
         (inputs, (indices[:2], mass)),
         (inputs, (indices, mass[:, :0])),
         (short, (indices, mass)),
+        (inputs, (indices.float(), mass)),
+        (inputs, (indices, mass.to("meta"))),
+        (inputs, (indices, mass.int())),
+        ([inputs[0], torch.tensor(1.0), inputs[2]], (indices, mass)),
+        ([inputs[0][:, :0], inputs[1], inputs[2][:, :0]], (indices, mass)),
     ):
         with pytest.raises(BackendError, match="indexer_kl do not fit together"):
             indexer_kl(*index[:3], *keys)
@@ -163,6 +168,9 @@ def test_wrong_inputs_raise() -> None:
         (inputs, torch.zeros(3, 2), (starts[:2], ends[:2])),
         (inputs, torch.zeros(3, 1), (starts, ends)),
         (short, torch.zeros(3, 2), (starts, ends)),
+        (inputs, torch.zeros(3, 2), (starts.float(), ends)),
+        (inputs, torch.zeros(3, 2, device="meta"), (starts, ends)),
+        ([*inputs[:3], inputs[3][:, :0], inputs[4]], torch.zeros(3, 0), (starts, ends)),
     ):
         with pytest.raises(BackendError, match="indexer_kl_dense do not fit together"):
             indexer_kl_dense(*tensors, lse, SCALE, *bounds)

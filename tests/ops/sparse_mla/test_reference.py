@@ -174,6 +174,12 @@ def test_wrong_inputs_raise() -> None:
         {"kv": torch.randn(6, 5).double()},
         {"topk_indices": torch.zeros(3, 1, dtype=torch.int64)},
         {"topk_indices": torch.zeros(2, 1, dtype=torch.int32)},
+        {"topk_indices": torch.zeros(3, 1, dtype=torch.int32, device="meta")},
+        {"q": good["q"].int(), "kv": good["kv"].int()},
+        {"q": torch.randn(3, 0, 5)},
+        {"q": torch.tensor(1.0)},
+        {"kv": torch.tensor(1.0)},
+        {"kv": torch.randn(6, 5, device="meta")},
         {"d_v": 0},
         {"d_v": 6},
     ):

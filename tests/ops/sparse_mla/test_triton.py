@@ -115,6 +115,15 @@ def test_rows_stop_at_their_last_key() -> None:
     assert row_lengths.row_lengths(indices).tolist() == [0, 1, 40, 34]
 
 
+def test_nan_reaches_every_result() -> None:
+    q, kv = torch.randn(2, 2, 4), torch.randn(5, 4)
+    kv[3] = torch.nan
+    indices = torch.tensor([[0, 3], [0, 1]], dtype=torch.int32)
+    out, lse = sparse_mla(q, kv, indices, SCALE, 3)
+    assert out[0].isnan().all() and lse[0].isnan().all()
+    assert out[1].isfinite().all() and lse[1].isfinite().all()
+
+
 def test_dtypes_that_the_kernels_do_not_know_are_refused() -> None:
     q, kv = torch.randn(2, 1, 4).double(), torch.randn(3, 4).double()
     with pytest.raises(BackendError, match="dtype"):

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from glm5.ops.indexer.inputs import check_index_inputs
 from glm5.ops.indexer.selection import choose, pack_selection, select_from_scores
-from glm5.ops.indexer.shapes import check_shapes
 from glm5.ops.key_sets import KeyBounds, rows_per_chunk
 from glm5.ops.precision import accumulation_dtype, no_autocast
 
@@ -63,9 +63,9 @@ def select_topk(
     inputs give the same bits (a matmul may round otherwise when the rows are split differently).
     Rows with fewer than topk valid keys select them all; empty rows are all -1. Carries no
     gradient. Memory is bounded by a chunk of query rows; one host sync. Raises BackendError for
-    shapes that do not fit and for bounds outside the keys.
+    inputs that do not fit and for bounds outside the keys.
     """
-    check_shapes(q, k, weights, starts, ends, topk)
+    check_index_inputs(q, k, weights, starts, ends, topk)
     bounds = KeyBounds(starts, ends)
     element_size = accumulation_dtype(q).itemsize
     num_rows = rows_per_chunk(len(k) * _COPIES * element_size)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from glm5.errors import BackendError
 from glm5.ops.indexer.gluon_scores import MAX_ROWS, fits_hopper, hopper_scorer
-from glm5.ops.indexer.shapes import check_shapes
+from glm5.ops.indexer.inputs import check_index_inputs
 from glm5.ops.indexer.triton_scores import portable_scorer
 from glm5.ops.indexer.triton_topk import select_rows
 
@@ -30,10 +30,10 @@ def select_topk(
     Scores are computed in fp32; the selection is exact and deterministic, by the rule of
     select_from_scores. Rows with at most topk valid keys select them all and are not scored;
     empty rows are all -1. Carries no gradient. Memory is bounded by _SCORE_BYTES. No host sync:
-    bounds outside the keys are cut to the keys. Raises BackendError for shapes that do not fit
+    bounds outside the keys are cut to the keys. Raises BackendError for inputs that do not fit
     and for other dtypes.
     """
-    check_shapes(q, k, weights, starts, ends, topk)
+    check_index_inputs(q, k, weights, starts, ends, topk)
     _check_dtypes(q, k)
     t_q, t_k = len(q), len(k)
     topk_indices = torch.empty(t_q, topk, dtype=torch.int32, device=q.device)

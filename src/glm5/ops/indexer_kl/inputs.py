@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from glm5.errors import BackendError
+from glm5.ops.inputs import INDEX_DTYPES, are_floats, described, on_one_device
 
 SumOverRanks = Callable[[Tensor], None]
 """Adds, in place, what the ranks with the other attention heads hold of the same tensor."""
@@ -13,20 +15,27 @@ SumOverRanks = Callable[[Tensor], None]
 def check_sparse_inputs(
     index_q: Tensor, index_k: Tensor, index_weights: Tensor, topk_indices: Tensor, mass: Tensor
 ) -> None:
-    """Raise BackendError unless the tensors of indexer_kl fit together."""
+    """Raise BackendError for shapes, dtypes and devices of indexer_kl that do not fit together."""
     fits = (
         _index_fits(index_q, index_k, index_weights)
         and topk_indices.ndim == 2
         and len(topk_indices) == len(index_q)
+        and topk_indices.dtype == torch.int32
         and mass.shape == topk_indices.shape
+        and are_floats(mass)
     )
-    if not fits:
-        tensors = (index_q, index_k, index_weights, topk_indices, mass)
+    if not fits or not on_one_device(index_q, index_k, index_weights, topk_indices, mass):
         raise BackendError(
             "the inputs of indexer_kl do not fit together",
-            got="index_q, index_k, index_weights, topk_indices, mass "
-            f"{[tuple(x.shape) for x in tensors]}",
-            expected="[t_q, h_i, d_i], [t_k, d_i], [t_q, h_i], [t_q, topk], [t_q, topk]",
+            got=described(
+                index_q=index_q,
+                index_k=index_k,
+                index_weights=index_weights,
+                topk_indices=topk_indices,
+                mass=mass,
+            ),
+            expected="[t_q, h_i, d_i], [t_k, d_i], [t_q, h_i] float, [t_q, topk] int32, "
+            "[t_q, topk] float, all on one device; h_i >= 1",
         )
 
 
@@ -40,30 +49,43 @@ def check_dense_inputs(
     starts: Tensor,
     ends: Tensor,
 ) -> None:
-    """Raise BackendError unless the tensors of indexer_kl_dense fit together."""
-    t_q, t_k = len(index_q), len(index_k)
+    """Raise BackendError for shapes, dtypes and devices of indexer_kl_dense that do not fit."""
     fits = (
         _index_fits(index_q, index_k, index_weights)
         and q.ndim == 3
-        and len(q) == t_q
-        and kv.shape == (t_k, q.shape[2])
+        and len(q) == len(index_q)
+        and q.shape[1] > 0
+        and kv.shape == (len(index_k), q.shape[2])
         and lse.shape == q.shape[:2]
-        and starts.shape == ends.shape == (t_q,)
+        and are_floats(q, kv, lse)
+        and starts.shape == ends.shape == index_q.shape[:1]
+        and all(x.dtype in INDEX_DTYPES for x in (starts, ends))
     )
-    if not fits:
-        tensors = (index_q, index_k, index_weights, q, kv, lse, starts, ends)
+    tensors = {
+        "index_q": index_q,
+        "index_k": index_k,
+        "index_weights": index_weights,
+        "q": q,
+        "kv": kv,
+        "lse": lse,
+        "starts": starts,
+        "ends": ends,
+    }
+    if not fits or not on_one_device(*tensors.values()):
         raise BackendError(
             "the inputs of indexer_kl_dense do not fit together",
-            got="index_q, index_k, index_weights, q, kv, lse, starts, ends "
-            f"{[tuple(x.shape) for x in tensors]}",
+            got=described(**tensors),
             expected="[t_q, h_i, d_i], [t_k, d_i], [t_q, h_i], [t_q, h, d_qk], [t_k, d_qk], "
-            "[t_q, h], [t_q], [t_q]",
+            "[t_q, h] float, [t_q], [t_q] int32, all on one device; h_i, h >= 1",
         )
 
 
 def _index_fits(index_q: Tensor, index_k: Tensor, index_weights: Tensor) -> bool:
     return (
         index_q.ndim == 3
+        and index_q.shape[1] > 0
         and index_weights.shape == index_q.shape[:2]
-        and index_k.shape == (len(index_k), index_q.shape[2])
+        and index_k.ndim == 2
+        and index_k.shape[1] == index_q.shape[2]
+        and are_floats(index_q, index_k, index_weights)
     )

@@ -27,7 +27,7 @@ def indexer_kl(
     0 where there is no key -> kl [t_q] fp32 (fp64 for fp64 index_q). A row without a key gives 0.
     Differentiable in index_q, index_k and index_weights; mass is a constant.
     Memory is bounded by a chunk; one host sync per forward and per backward.
-    Raises BackendError when the shapes do not fit, and for indices beyond index_k.
+    Raises BackendError for inputs that do not fit, and for indices beyond index_k.
     """
     check_sparse_inputs(index_q, index_k, index_weights, topk_indices, mass)
     return _IndexerKlFunction.apply(
@@ -58,7 +58,7 @@ def indexer_kl_dense(
     each chunk, in both passes, and every rank must hold the same index tensors and bounds.
     Differentiable in index_q, index_k and index_weights; q, kv and lse are constants.
     Memory is bounded by a chunk; one host sync per forward and per backward.
-    Raises BackendError when the shapes do not fit, and for bounds beyond the keys.
+    Raises BackendError for inputs that do not fit, and for bounds beyond the keys.
     """
     check_dense_inputs(index_q, index_k, index_weights, q, kv, lse, starts, ends)
     constants = (x.detach() for x in (q, kv, lse, starts, ends))

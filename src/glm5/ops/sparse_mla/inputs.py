@@ -1,31 +1,34 @@
-"""What sparse_mla accepts, in every backend that checks its own inputs."""
+"""What sparse_mla accepts, in every backend."""
 
 import torch
 from torch import Tensor
 
 from glm5.errors import BackendError
+from glm5.ops.inputs import are_floats, described, on_one_device
 
 
 def check_inputs(q: Tensor, kv: Tensor, topk_indices: Tensor, d_v: int) -> None:
-    """Raise BackendError for shapes and dtypes that do not fit together.
+    """Raise BackendError for shapes, dtypes and devices that do not fit together.
 
-    q [t_q, h, d_qk], kv [t_k, d_qk] one dtype, topk_indices [t_q, topk] int32, 0 < d_v <= d_qk.
+    q [t_q, h, d_qk], kv [t_k, d_qk] one float dtype, topk_indices [t_q, topk] int32, on one device;
+    h >= 1, 0 < d_v <= d_qk.
     """
     fits = (
         q.ndim == 3
-        and kv.shape == (len(kv), q.shape[2])
+        and q.shape[1] > 0
+        and kv.ndim == 2
+        and kv.shape[1] == q.shape[2]
         and topk_indices.ndim == 2
         and len(topk_indices) == len(q)
         and 0 < d_v <= q.shape[2]
     )
-    if not fits or q.dtype != kv.dtype or topk_indices.dtype != torch.int32:
-        tensors = {"q": q, "kv": kv, "topk_indices": topk_indices}
-        got = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors.items())
+    takes = are_floats(q) and q.dtype == kv.dtype and topk_indices.dtype == torch.int32
+    if not fits or not takes or not on_one_device(q, kv, topk_indices):
         raise BackendError(
             "the inputs of sparse_mla do not fit together",
-            got=f"{got}, d_v {d_v}",
-            expected="q [t_q, h, d_qk] and kv [t_k, d_qk] of one dtype, "
-            "topk_indices [t_q, topk] int32, 0 < d_v <= d_qk",
+            got=f"{described(q=q, kv=kv, topk_indices=topk_indices)}, d_v {d_v}",
+            expected="q [t_q, h, d_qk] and kv [t_k, d_qk] of one float dtype, "
+            "topk_indices [t_q, topk] int32, all on one device; h >= 1, 0 < d_v <= d_qk",
         )
 
 

@@ -79,7 +79,8 @@ def _sparse_mla_fwd_kernel(
         acc = acc * rescale[:, None]
         acc += tl.dot(probs.to(k_v.dtype), k_v, input_precision="ieee")
         row_max = new_max
-    row_sum = tl.where(row_sum > 0, row_sum, 1.0)
+    # NaN has to reach the log-sum-exp.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / row_sum[:, None]
     out_rows = out + (token * num_heads + heads[:, None]) * d_v
     tl.store(

@@ -31,7 +31,7 @@ def sparse_mla(
     multiplies all keys between the lowest and the highest selected ones, so kv must be finite.
     Its sums have one order, so the same inputs always give the same bits, deterministic or not.
     Memory is bounded by a chunk; one host sync per forward and per backward.
-    Raises BackendError for shapes and dtypes that do not fit and for indices beyond kv.
+    Raises BackendError for inputs that do not fit and for indices beyond kv.
     """
     del deterministic
     check_inputs(q, kv, topk_indices, d_v)
