@@ -198,7 +198,8 @@ def _attend(
     _release(sum_full.index(group))
     mbarrier.wait(sum_full.index(1 - group), 0)
     row_sum += sums.index(1 - group).load(_S_ROW)
-    row_sum = gl.where(row_sum > 0, row_sum, 1.0)
+    # not > 0: NaN stays NaN
+    row_sum = gl.where(row_sum == 0, 1.0, row_sum)
     acc = acc * gl.convert_layout(1.0 / row_sum, _O_ROW)[:, None]
     # The queries are not read any more.
     stage = all_q_v.index(0).slice(group * 256, 256, 1)
