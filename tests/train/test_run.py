@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glm5.checkpoint.ckpt_dir import HF_FOLDER, read_record, saved_steps, step_folder
 from glm5.config import Glm5Config
-from glm5.errors import AdapterError, CheckpointError, ConfigError, DataError
+from glm5.errors import AdapterError, CheckpointError, ConfigError, DataError, LayoutError
 from glm5.train.chat import check_fits_model
 from glm5.train.metrics import read_metrics
 from glm5.train.packing import PackedDataset
@@ -37,6 +37,22 @@ def test_what_the_run_says_of_the_model_reaches_it(tiny_folder: TinyFolder, tmp_
         run = run_config(folder, tmp_path, model={"deterministic_attention": wanted})
         (model,) = build_trainable(run, folder)
         assert model.config.deterministic_attention is wanted
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_wrong_layout_is_told_before_data_are_read(
+    tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    data = tmp_path / "chats.jsonl"
+    data.write_text("no JSON\n")
+    run = run_config(
+        tiny_folder("5"),
+        tmp_path / "run",
+        data={"train": str(data)},
+        layout={"layers_per_stage": [2]},
+    )
+    with pytest.raises(LayoutError, match="layers per stage"):
+        train(run, quiet=True)
 
 
 @pytest.mark.parametrize("lora", [True, False])

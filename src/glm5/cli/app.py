@@ -260,7 +260,8 @@ def plan(
         str, typer.Argument(metavar="MODEL", help="Folder, config.json, or a name such as GLM-5.2.")
     ],
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="List the layouts of so many GPUs.")
+        int | None,
+        typer.Option(min=1, max=16384, help="List the layouts of so many GPUs."),
     ] = None,
     gpu_memory_gib: Annotated[float, typer.Option(min=1, help="Memory of one GPU.")] = 141.0,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a packed row.")] = 8192,

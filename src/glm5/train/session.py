@@ -24,7 +24,13 @@ from glm5.train.run_file import RunFile
 from glm5.train.state import TrainState, is_writer
 from glm5.train.steps import StepLoop
 from glm5.train.stop import StopRequest
-from glm5.train.trainable import build_state, build_trainable, describe_model, parallel_layout
+from glm5.train.trainable import (
+    build_state,
+    build_trainable,
+    check_splits,
+    describe_model,
+    parallel_layout,
+)
 
 Say = Callable[[str], None]
 
@@ -75,9 +81,11 @@ def find_start(run: RunFile, data: Mapping[str, Sequence[Path]]) -> Start:
 
     Raises:
         ConfigError, DataError, CheckpointError, AdapterError: what the run is started from is
-        missing, or is not what it was started from before.
+        missing, or is not what it was started from before. LayoutError: the model cannot be split
+        as the run says.
     """
     folder = hf_folder(run.model.path)
+    check_splits(run, folder)
     if is_writer():
         remove_partials(run.output.dir / STEPS_FOLDER)
     resume_step = find_resume_step(run)

@@ -9,11 +9,26 @@ from megatron.core.models.gpt import GPTModel
 
 from glm5.checkpoint.load import load_chunks
 from glm5.checkpoint.trained import adapt
+from glm5.config import Glm5Config
+from glm5.model.layout import check_layout
+from glm5.model.schedule import pipeline_layout
 from glm5.runtime.distributed import Layout
 from glm5.train.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from glm5.train.resume import lora_record
 from glm5.train.run_file import RunFile
 from glm5.train.state import TrainState
+
+
+def check_splits(run: RunFile, folder: Path) -> None:
+    """Tells a wrong `[layout]` before data or weights are read.
+
+    Raises:
+        LayoutError: the model cannot be split so.
+    """
+    glm5, layout = Glm5Config.from_hf(folder), parallel_layout(run)
+    check_layout(glm5, layout)
+    stages = layout.pp * layout.vpp
+    pipeline_layout(glm5, stages, run.layout.layers_per_stage, mtp=run.model.mtp)
 
 
 def build_trainable(run: RunFile, folder: Path) -> list[GPTModel]:
