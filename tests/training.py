@@ -39,7 +39,7 @@ def run_tables(hf_dir: Path, out_dir: Path, **sections: dict[str, Any] | None) -
         if values is None:
             del tables[name]
         else:
-            tables[name] = tables[name] | values
+            tables[name] = tables.get(name, {}) | values
     return tables
 
 
