@@ -1,6 +1,6 @@
 """Three steps of GRPO on five layers of GLM-5.2 at full width, random weights, on one GPU.
 
-    python -m benchmarks.rl_slice FOLDER [--experts 256] [--steps 3] [--json FILE]
+    python -m benchmarks.rl_slice FOLDER [--experts 256] [--replay both] [--steps 3] [--json FILE]
 
 Writes the model to FOLDER (17 GB with 64 experts a layer, 46 GB with 256), samples from it with
 transformers in the same process, at lengths above index_topk, trains a LoRA on what was sampled,
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from glm5.checkpoint.hf_layout import hf_tensors
 from glm5.checkpoint.safetensors_writer import SafetensorsWriter
 from glm5.cli.quiet import quiet_libraries
 from glm5.config import Glm5Config
+from glm5.rl.rollout import Recorded
 from glm5.rl.run import train_rl
 from glm5.rl.run_config import RlConfig
 from glm5.runtime.distributed import default_device
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--experts", type=int, default=256, help="routed experts of a layer")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--replay", choices=get_args(Recorded), default="both")
     parser.add_argument("--narrow", type=int, default=1, help="divides every width")
     parser.add_argument("--json", type=Path, help="also append one line a step to this file")
     args = parser.parse_args()
@@ -146,22 +148,19 @@ def main() -> None:
         write_model(args.folder / "model", config)
     write_prompts(args.folder / "prompts.jsonl", config)
     (args.folder / "reward.py").write_text(REWARD)
-    for replay in ("both", "none"):
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        run = RlConfig.from_dict(
-            run_file(args.folder, config, args.steps, replay), source="the benchmark"
-        )
-        train_rl(run, say=print, quiet=True)
-        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        for step, found in enumerate(lines(run, peak), start=1):
-            shown = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
-            print(f"replay {replay}, step {step}: {shown}", flush=True)
-            if args.json is not None:
-                note = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "op": "rl_slice"}
-                note |= {"experts": args.experts, "replay": replay, "step": step}
-                with args.json.open("a") as file:
-                    file.write(json.dumps(note | found) + "\n")
+    run = RlConfig.from_dict(
+        run_file(args.folder, config, args.steps, args.replay), source="the benchmark"
+    )
+    train_rl(run, say=print, quiet=True)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    for step, found in enumerate(lines(run, peak), start=1):
+        shown = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
+        print(f"step {step}: {shown}", flush=True)
+        if args.json is not None:
+            note = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "op": "rl_slice"}
+            note |= {"experts": args.experts, "replay": args.replay, "step": step}
+            with args.json.open("a") as file:
+                file.write(json.dumps(note | found) + "\n")
 
 
 if __name__ == "__main__":
