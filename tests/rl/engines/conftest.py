@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from glm5.config import Glm5Config
-from glm5.rl import choices
 from tests.adapters import KINDS, make_factors, write
-from tests.rl.engines import fake_choices
 from tests.tiny_models import TinyFolder, tiny_folder
-
-if not hasattr(choices, "pack_topk"):
-    fake_choices.install(choices)
 
 __all__ = ["tiny_folder"]
 
