@@ -1,5 +1,6 @@
 """The gap of real runs: rounding where choices are replayed, more where not, and stale weights."""
 
+import json
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -34,7 +35,7 @@ from tests.tiny_models import TinyFolder
 from tests.training import randomise_adapters, saved_state
 
 ROUNDING = 1e-5
-"""Mean difference of two programs in fp32 that choose alike [nats]; measured: 1.4e-6 to 1.6e-6."""
+"""Mean difference of two programs in fp32 that choose alike [nats]; it is about 1.5e-6."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def long_sections(dtype: str, engine_dtype: str) -> dict[str, Any]:
     """Every prompt is longer than the 8 keys that the tiny models select."""
     return {
         "model": {"dtype": dtype},
-        "optimizer": {"lr": 1e-2},
+        "optimizer": {"lr": 3e-3},
         "rl": {"replay": "both", "prompts_per_step": 2, "max_tokens_per_micro_batch": 512},
         "rollout": {"max_new_tokens": 12, "dtype": engine_dtype},
     }
@@ -98,7 +99,7 @@ def test_replay_closes_most_of_the_gap_of_bf16(
         assert step.free.kl >= 25 * step.replayed.kl
         # both kinds of choices are in it
         assert all(0.9 < share < 1 for share in step.replayed.overlaps.values())
-    assert largest_b(out, steps) > 5e-3 * steps
+    assert largest_b(out, steps) > 1e-3 * steps
 
 
 def test_replay_closes_the_gap_of_fp32(tiny_folder: TinyFolder, tmp_path: Path) -> None:
@@ -110,6 +111,23 @@ def test_replay_closes_the_gap_of_fp32(tiny_folder: TinyFolder, tmp_path: Path) 
     assert len(lines) == 3 and all(line["gap_abs_diff"] <= ROUNDING for line in lines)
     assert all(abs(line[f"gap_ratio_{end}"] - 1) < 1e-4 for line in lines for end in ("min", "max"))
     assert largest_b(out, 3) > 0.1
+
+
+def test_documents_that_select_every_key_replay_experts_alone(
+    tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    """They attend densely: of at most index_topk tokens, in a run that replays both kinds."""
+    prompts, out = tmp_path / "short.jsonl", tmp_path / "run"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("ab", "abc", "b")))
+    sections = long_sections("float32", "float32") | {
+        "data": {"prompts": str(prompts), "raw": True},
+        "rollout": {"max_new_tokens": 5},
+        "train": {"steps": 2},
+    }
+    train_rl(rl_config(tiny_folder("5.2"), out, **sections), quiet=True)
+    for line in read_metrics(out):
+        assert line["gap_abs_diff"] <= ROUNDING and line["gap_routing_overlap"] > 0.99
+        assert "gap_topk_overlap" not in line and line["grad_norm"] > 0
 
 
 def largest_b(out: Path, step: int) -> float:
