@@ -9,6 +9,7 @@ import pytest
 
 from glm5.errors import EngineError
 from glm5.rl.collect import Collected, Collector
+from glm5.rl.metrics import collected_metrics
 from glm5.rl.prompts import Prompt
 from glm5.rl.rewards import Reward
 from glm5.rl.rollout import Rollout, Sampling
@@ -147,6 +148,22 @@ def of_other_prompt(found: list[Rollout]) -> list[Rollout]:
 def test_answers_to_other_questions(change: Any, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         collector(FakeEngine(change=change)).collect(1, version=5)
+
+
+def test_rewards_that_failed_are_counted_step_by_step() -> None:
+    class Verifier:
+        num_failures = 0
+
+    def score(text: str, label: Any, row: Any) -> float:
+        Verifier.num_failures += row["id"] == 3
+        return by_length(text, label, row)
+
+    whole = collector(FakeEngine(), score)
+    whole._reward._verifier = Verifier()  # type: ignore[assignment]
+    found = [whole.collect(step, version=5) for step in range(1, 8)]
+    # every prompt is drawn in three of seven steps of three, each time with four completions
+    counted = [collected_metrics(step)["reward_failures"] for step in found]
+    assert sum(counted) == 12 and set(counted) == {0, 4}
 
 
 def test_the_engine_rests_where_it_is_told_to() -> None:

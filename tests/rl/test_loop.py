@@ -1,9 +1,12 @@
 """Whole short runs: what is learnt, resumed, refused, and survived."""
 
+import gc
 import json
 import os
 import signal
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from glm5.checkpoint.adapter_io import read_adapter
 from glm5.checkpoint.ckpt_dir import read_record, saved_steps, step_folder
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError, EngineError, GapError, Glm5Error, RewardError
+from glm5.rl.choices import Choices
+from glm5.rl.engines.hf import HfEngine
 from glm5.rl.rollout import Rollout
 from glm5.rl.run import train_rl
 from glm5.rl.run_config import RlConfig
@@ -149,6 +154,37 @@ def test_an_engine_that_is_dead_at_once_leaves_nothing(
     assert engine.events[-1] == "close"
 
 
+@dataclass
+class Watched:
+    """Of an engine: how many choices of earlier calls are still alive when one begins."""
+
+    engine: HfEngine
+    choices: list[weakref.ref[Choices]] = field(default_factory=list)
+    alive: list[int] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> list[Rollout]:
+        self.alive.append(sum(choices() is not None for choices in self.choices))
+        rollouts = self.engine.generate(*args, **kwargs)
+        self.choices += [weakref.ref(r.choices) for r in rollouts if r.choices is not None]
+        return rollouts
+
+
+def test_choices_live_for_one_step(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """Freed by their last reference: the collector of cycles is off."""
+    folder = tiny_folder("5")
+    engine = Watched(HfEngine(folder, Glm5Config.from_hf(folder), torch.device("cpu")))
+    run = rl_config(folder, tmp_path / "run", rl={"replay": "both", "updates": 2})
+    gc.disable()
+    try:
+        train_rl(run, engine=engine, quiet=True)
+    finally:
+        gc.enable()
+    assert len(engine.choices) == 36 and engine.alive == [0, 0, 0]
+
+
 def fails(text: str, label: object, row: object) -> float:
     raise KeyError("no such answer")
 
@@ -222,6 +258,15 @@ def test_a_stale_adapter_is_found(tiny_folder: TinyFolder, tmp_path: Path) -> No
 def refused(run: RlConfig, kind: type[Glm5Error], message: str, **options: Any) -> None:
     with pytest.raises(kind, match=message):
         train_rl(run, quiet=True, **options)
+
+
+def test_an_engine_that_does_not_record_is_refused_at_once(
+    tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    out, engine = tmp_path / "run", FakeEngine()
+    run = rl_config(tiny_folder("5"), out, **FAKE, rl={"replay": "indexer"})
+    refused(run, ConfigError, "(?s)does not record its choices.*'indexer'", engine=engine)
+    assert not engine.calls and not out.exists()
 
 
 def test_runs_of_two_kinds_do_not_share_a_folder(tiny_folder: TinyFolder, tmp_path: Path) -> None:

@@ -118,6 +118,26 @@ def test_a_server_without_the_flags_is_refused_at_once(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("replay", "flag"),
+    [("routing", "enable_return_indexer_topk"), ("indexer", "enable_return_routed_experts")],
+)
+def test_a_server_needs_the_flags_of_what_is_replayed_alone(
+    tiny_folder: TinyFolder,
+    tmp_path: Path,
+    sglang: FakeSglang,
+    url: str,
+    replay: str,
+    flag: str,
+) -> None:
+    sglang.flags[flag] = False
+    chosen = {**sections(url), "rl": {"replay": replay}, "train": {"steps": 1}}
+    train_rl(rl_config(tiny_folder("5"), tmp_path / "run", **chosen), quiet=True)
+    (line,) = read_metrics(tmp_path / "run")
+    assert ("gap_routing_overlap" in line) == (replay == "routing")
+    assert ("gap_topk_overlap" in line) == (replay == "indexer")
+
+
 def test_vllm(tiny_folder: TinyFolder, tmp_path: Path, inside: HfEngine) -> None:
     folder = tiny_folder("5")
     inside.load_model(folder, 0)

@@ -11,6 +11,7 @@ import pytest
 
 import glm5
 from glm5.errors import ConfigError
+from glm5.rl.rewards import DEFAULT_TIMEOUT_SECONDS
 from glm5.rl.run_config import RlConfig, read_run
 from glm5.train.run_config import RunConfig
 from tests.rl.running import rl_config, rl_tables
@@ -181,6 +182,11 @@ def test_import_loads_neither_torch_nor_transformers() -> None:
         "sys.exit(bool({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_time_limit_of_a_reward_is_the_one_that_is_told() -> None:
+    described = RlConfig.model_fields["reward"].annotation.model_fields["timeout_seconds"]
+    assert f"absent: {DEFAULT_TIMEOUT_SECONDS:g}." in (described.description or "")
 
 
 def test_every_field_is_described() -> None:

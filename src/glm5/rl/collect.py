@@ -57,9 +57,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Collected:
-    """All that a step sampled, in order, the groups that teach nothing among them."""
+    """All that a step sampled, in order, the groups that teach nothing among them.
+
+    reward_failures: rewards that are 0 because a comparison took too long or too much memory.
+    """
 
     groups: tuple[Group, ...]
+    reward_failures: int
     rollout_seconds: float
     reward_seconds: float
 
@@ -119,6 +123,7 @@ class Collector:
             something else than choices. RewardError: a completion cannot be scored.
         """
         groups: list[Group] = []
+        failures = self._reward.num_failures
         rollout_seconds = reward_seconds = 0.0
         for attempt in range(self._section.num_resamples + 1):
             taught = sum(group.teaches for group in groups)
@@ -134,7 +139,8 @@ class Collector:
         if self._sleep:
             self.engine.sleep()
             self._is_asleep = True
-        return Collected(tuple(groups), rollout_seconds, reward_seconds)
+        failures = self._reward.num_failures - failures
+        return Collected(tuple(groups), failures, rollout_seconds, reward_seconds)
 
     def _draw(
         self, step: int, attempt: int, count: int, version: int

@@ -23,20 +23,8 @@ def build_engine(run: RlConfig, folder: Path, glm5: Glm5Config, device: torch.de
     the run will want of it.
 
     Raises:
-        EngineError: the server does not answer, or lacks something. ConfigError: the engine cannot
-        record what is replayed.
+        EngineError: the server does not answer, or lacks something.
     """
-    engine = _build(run, folder, glm5, device)
-    if run.rl.replay != "none" and not engine.can_record:
-        raise ConfigError(
-            "the engine does not record its choices",
-            got=f"rl.replay = {run.rl.replay!r} with rollout.engine = {run.rollout.engine!r}",
-            remedy="set rl.replay = 'none'",
-        )
-    return engine
-
-
-def _build(run: RlConfig, folder: Path, glm5: Glm5Config, device: torch.device) -> Engine:
     section = run.rollout
     if section.engine == "hf":
         dtype = torch_dtype(section.dtype or run.model.dtype)
@@ -59,6 +47,20 @@ def _build(run: RlConfig, folder: Path, glm5: Glm5Config, device: torch.device) 
         log_probs=section.log_probs or "raw",
         options=_http_options(section),
     )
+
+
+def check_records(run: RlConfig, engine: Engine) -> None:
+    """Before anything is sampled.
+
+    Raises:
+        ConfigError: the engine cannot record what is replayed.
+    """
+    if run.rl.replay != "none" and not engine.can_record:
+        raise ConfigError(
+            "the engine does not record its choices",
+            got=f"rl.replay = {run.rl.replay!r} with {type(engine).__name__}",
+            remedy="set rl.replay = 'none'",
+        )
 
 
 def _http_options(section: RolloutSection) -> HttpOptions:

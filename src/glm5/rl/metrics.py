@@ -17,13 +17,15 @@ def collected_metrics(collected: Collected) -> dict[str, float]:
     """What was sampled, groups that teach nothing among it.
 
     reward: mean over all completions; groups_taught: share of groups whose rewards differ;
-    completion_tokens: mean length; truncated: share of completions that were cut.
+    completion_tokens: mean length; truncated: share of completions that were cut; reward_failures:
+    how many have the reward 0 because their comparison was ended.
     """
     rollouts = [rollout for group in collected.groups for rollout in group.rollouts]
     rewards = np.concatenate([group.rewards for group in collected.groups])
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
+        "reward_failures": collected.reward_failures,
         "groups": len(collected.groups),
         "groups_taught": float(np.mean([group.teaches for group in collected.groups])),
         "completion_tokens": float(np.mean([len(rollout.response_ids) for rollout in rollouts])),

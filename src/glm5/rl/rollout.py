@@ -70,7 +70,7 @@ class Engine(Protocol):
 
     @property
     def can_record(self) -> bool:
-        """Whether rollouts can carry the choices that a replay needs."""
+        """Whether rollouts can carry choices that a replay needs, of one kind at least."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, record: Recorded

@@ -12,7 +12,7 @@ from glm5.checkpoint.adapter_engines import check_servable
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError
 from glm5.rl.collect import Collector
-from glm5.rl.engine import build_engine, engine_latent_norm_eps
+from glm5.rl.engine import build_engine, check_records, engine_latent_norm_eps
 from glm5.rl.first_rank import FirstRank
 from glm5.rl.loop import RlLoop
 from glm5.rl.prompts import PromptSet, load_prompts
@@ -130,6 +130,7 @@ def _collector(
     prompts = _prompts(run, glm5, text.tokenizer, reward)
     say(_describe(prompts))
     engine = engine or build_engine(run, start.folder, glm5, default_device())
+    check_records(run, engine)
     sampling = Sampling(
         temperature=run.rollout.temperature,
         top_p=run.rollout.top_p,

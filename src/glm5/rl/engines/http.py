@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import httpx2
 
 _TOO_MANY_REQUESTS = 429
+# Of an answer's text, which is shown and searched: a record of choices would be there twice.
+_MAX_TEXT_BYTES = 10_000
 # of its own, so that waiting for a server changes nobody's random numbers
 _JITTER = random.SystemRandom()
 
@@ -41,7 +43,10 @@ class HttpOptions:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said: HTTP status below 500 and the body, None where it is no JSON."""
+    """What a server said: HTTP status below 500 and the body, None where it is no JSON.
+
+    text: the body's beginning.
+    """
 
     status: int
     json: Any
@@ -164,4 +169,5 @@ def _answer(response: httpx2.Response) -> Answer:
         content = response.json()
     except ValueError:
         content = None
-    return Answer(response.status_code, content, response.text)
+    text = response.content[:_MAX_TEXT_BYTES].decode(errors="replace")
+    return Answer(response.status_code, content, text)

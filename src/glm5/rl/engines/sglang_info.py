@@ -47,7 +47,8 @@ class ServerArgs:
 
     @property
     def can_record(self) -> bool:
-        return all(self.is_on(key) for key in _RECORD_KEYS["both"])
+        """Whether any kind of choice; `require_record` asks for those of a run."""
+        return any(self.is_on(key) for key in _RECORD_KEYS["both"])
 
 
 def read_server_args(server: Server) -> ServerArgs:

@@ -173,7 +173,7 @@ def _buffer(
         raise _bad_record(name, request, error, "base64") from error
     if len(content) % np.dtype(dtypes[dtype]).itemsize:
         raise _bad_record(name, request, f"{len(content)} bytes", f"whole numbers of {dtype}")
-    return np.frombuffer(content, dtypes[dtype]).astype(np.int32)
+    return np.frombuffer(content, dtypes[dtype]).astype(np.int32, copy=False)
 
 
 def _shaped(
