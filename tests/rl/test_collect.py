@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glm5.errors import EngineError
+from glm5.errors import EngineError, ReplayError
 from glm5.rl.collect import Collected, Collector
+from glm5.rl.metrics import collected_metrics
 from glm5.rl.prompts import Prompt
 from glm5.rl.rewards import Reward
 from glm5.rl.rollout import Rollout, Sampling
@@ -147,6 +148,36 @@ def of_other_prompt(found: list[Rollout]) -> list[Rollout]:
 def test_answers_to_other_questions(change: Any, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         collector(FakeEngine(change=change)).collect(1, version=5)
+
+
+@pytest.mark.parametrize("replay", ["routing", "indexer", "both"])
+def test_a_record_that_is_missing(replay: str) -> None:
+    with pytest.raises(EngineError, match=r"sample 0 has no record of its (experts|topk)"):
+        collector(FakeEngine(), replay=replay).collect(1, version=5)
+
+
+def test_a_record_that_is_none_is_the_engine_s_fault() -> None:
+    def refuse(found: list[Rollout]) -> list[Rollout]:
+        raise ReplayError("a record of other tokens", got=3, expected=4, remedy="ask again")
+
+    with pytest.raises(EngineError, match=r"(?s)a record of other tokens.*3.*4.*ask again"):
+        collector(FakeEngine(change=refuse)).collect(1, version=5)
+
+
+def test_comparisons_that_were_given_up_are_counted() -> None:
+    class Verifier:
+        num_failures = 7
+
+    verifier = Verifier()
+
+    def score(*args: Any) -> float:
+        verifier.num_failures += 1
+        return 0.0
+
+    whole = collector(FakeEngine(), score)
+    whole._reward = Reward(score, needs_label=False, verifier=verifier)  # type: ignore[arg-type]
+    assert collected_metrics(whole.collect(1, version=5))["reward_failures"] == 12
+    assert whole.collect(2, version=5).reward_failures == 12
 
 
 def test_the_engine_rests_where_it_is_told_to() -> None:

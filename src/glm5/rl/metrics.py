@@ -17,7 +17,8 @@ def collected_metrics(collected: Collected) -> dict[str, float]:
     """What was sampled, groups that teach nothing among it.
 
     reward: mean over all completions; groups_taught: share of groups whose rewards differ;
-    completion_tokens: mean length; truncated: share of completions that were cut.
+    completion_tokens: mean length; truncated: share of completions that were cut; reward_failures:
+    comparisons that took too long, whose completions had the reward 0.
     """
     rollouts = [rollout for group in collected.groups for rollout in group.rollouts]
     rewards = np.concatenate([group.rewards for group in collected.groups])
@@ -31,6 +32,7 @@ def collected_metrics(collected: Collected) -> dict[str, float]:
         "rollout_tokens": sum(len(rollout.response_ids) for rollout in rollouts),
         "rollout_seconds": collected.rollout_seconds,
         "reward_seconds": collected.reward_seconds,
+        "reward_failures": collected.reward_failures,
     }
 
 

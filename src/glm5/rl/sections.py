@@ -216,7 +216,7 @@ class RewardSection(Section):
     """function: `package.module:name` or `path/to/file.py:name`, called with text, label and
     row."""
     timeout_seconds: Positive | None = None
-    """math: of one comparison; absent: 5."""
+    """math: of one comparison [seconds]; absent: 10."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
