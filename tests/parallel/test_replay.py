@@ -9,11 +9,12 @@ import torch
 
 from glm5.runtime.distributed import Layout
 from tests.parallel.assemble import assemble
+from tests.parallel.bounds import bounds_of
 from tests.parallel.conftest import results_of
 from tests.parallel.jobs import Job
 from tests.parallel.processes import run_ranks
 from tests.parallel.replaying import replayed_steps
-from tests.parallel.test_layouts import TENSOR_BOUND, assert_same_steps
+from tests.parallel.test_layouts import assert_same_steps
 from tests.tiny_models import assert_all_close
 
 MakeJob = Callable[..., Job]
@@ -66,7 +67,7 @@ def test_losses_and_every_gradient(found: Found, name: str, recipe: str) -> None
     for rank in ranks:
         assert_same_steps(rank["steps"], expected["steps"])
     got = assemble(ranks, "gradients", expected["gradients"])
-    assert_all_close(got, expected["gradients"], TENSOR_BOUND)
+    assert_all_close(got, expected["gradients"], bounds_of(LAYOUTS[name][1]).gradients)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from glm5.errors import EngineError
+from glm5.errors import EngineError, ReplayError
 from glm5.rl.collect import Collected, Collector
 from glm5.rl.metrics import collected_metrics
 from glm5.rl.prompts import Prompt
@@ -150,20 +150,34 @@ def test_answers_to_other_questions(change: Any, message: str) -> None:
         collector(FakeEngine(change=change)).collect(1, version=5)
 
 
-def test_rewards_that_failed_are_counted_step_by_step() -> None:
-    class Verifier:
-        num_failures = 0
+@pytest.mark.parametrize("replay", ["routing", "indexer", "both"])
+def test_a_record_that_is_missing(replay: str) -> None:
+    with pytest.raises(EngineError, match=r"sample 0 has no record of its (experts|topk)"):
+        collector(FakeEngine(), replay=replay).collect(1, version=5)
 
-    def score(text: str, label: Any, row: Any) -> float:
-        Verifier.num_failures += row["id"] == 3
-        return by_length(text, label, row)
+
+def test_a_record_that_is_none_is_the_engine_s_fault() -> None:
+    def refuse(found: list[Rollout]) -> list[Rollout]:
+        raise ReplayError("a record of other tokens", got=3, expected=4, remedy="ask again")
+
+    with pytest.raises(EngineError, match=r"(?s)a record of other tokens.*3.*4.*ask again"):
+        collector(FakeEngine(change=refuse)).collect(1, version=5)
+
+
+def test_comparisons_that_were_given_up_are_counted() -> None:
+    class Verifier:
+        num_failures = 7
+
+    verifier = Verifier()
+
+    def score(*args: Any) -> float:
+        verifier.num_failures += 1
+        return 0.0
 
     whole = collector(FakeEngine(), score)
-    whole._reward._verifier = Verifier()  # type: ignore[assignment]
-    found = [whole.collect(step, version=5) for step in range(1, 8)]
-    # every prompt is drawn in three of seven steps of three, each time with four completions
-    counted = [collected_metrics(step)["reward_failures"] for step in found]
-    assert sum(counted) == 12 and set(counted) == {0, 4}
+    whole._reward = Reward(score, needs_label=False, verifier=verifier)  # type: ignore[arg-type]
+    assert collected_metrics(whole.collect(1, version=5))["reward_failures"] == 12
+    assert whole.collect(2, version=5).reward_failures == 12
 
 
 def test_the_engine_rests_where_it_is_told_to() -> None:

@@ -16,7 +16,7 @@ import torch
 from glm5.checkpoint.adapter_io import read_adapter
 from glm5.checkpoint.ckpt_dir import read_record, saved_steps, step_folder
 from glm5.config import Glm5Config
-from glm5.errors import ConfigError, EngineError, GapError, Glm5Error, RewardError
+from glm5.errors import ConfigError, DataError, EngineError, GapError, Glm5Error, RewardError
 from glm5.rl.choices import Choices
 from glm5.rl.engines.hf import HfEngine
 from glm5.rl.rollout import Rollout
@@ -294,7 +294,15 @@ def test_what_does_not_fit_a_micro_batch(tiny_folder: TinyFolder, tmp_path: Path
     run = rl_config(folder, tmp_path / "run", data={"max_prompt_tokens": 60})
     refused(run, ConfigError, "(?s)prompts of 60 tokens.*at most 64 tokens together")
     run = rl_config(folder, tmp_path / "run", rollout={"max_new_tokens": 64})
-    refused(run, ConfigError, "do not fit")
+    refused(run, ConfigError, "(?s)do not fit.*prompts of 1 tokens")
+    # the limit that was not given is not the one to raise
+    run = rl_config(folder, tmp_path / "run", rollout={"max_new_tokens": 50})
+    refused(run, DataError, "(?s)too long.*raise .* rl.max_tokens_per_micro_batch")
+
+
+def test_a_stop_token_that_is_never_drawn(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    run = rl_config(tiny_folder("5"), tmp_path / "run", rollout={"stop_token_ids": [3, 320, 999]})
+    refused(run, ConfigError, "(?s)stop_token_ids.*320, 999.*ids below 320")
 
 
 def test_a_server_norms_latents_as_the_config_says(tiny_folder: TinyFolder, tmp_path: Path) -> None:

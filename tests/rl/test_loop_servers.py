@@ -108,6 +108,19 @@ def test_a_server_that_is_gone_is_told_and_resumed_from(
     assert differing(saved_state(out, 3), saved_state(whole, 3)) == []
 
 
+def test_a_bad_record_costs_no_step(
+    tiny_folder: TinyFolder, tmp_path: Path, sglang: FakeSglang, url: str
+) -> None:
+    def cut(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["meta_info"]["routed_experts"] = "AAAA"
+        return answer
+
+    sglang.faults.add("/generate", *[None] * 12, cut)
+    with pytest.raises(EngineError, match=r"step 2 .* are no record of it"):
+        train_rl(rl_config(tiny_folder("5"), tmp_path / "run", **sections(url)), quiet=True)
+    assert saved_steps(tmp_path / "run") == [1]
+
+
 def test_a_server_without_the_flags_is_refused_at_once(
     tiny_folder: TinyFolder, tmp_path: Path, sglang: FakeSglang, url: str
 ) -> None:

@@ -116,6 +116,9 @@ def test_function_of_a_file_and_of_a_module(tmp_path: Path) -> None:
         ("return 10 ** 400", "the reward is not a finite number"),
         ("return row['absent']", "the reward function failed\n  got:      KeyError: 'absent'"),
         ("return label + 1", "the reward function failed\n  got:      TypeError"),
+        ("import sys; sys.exit(0)", "the reward function failed\n  got:      SystemExit: 0"),
+        ("return 1e16", "the reward is too large\n  got:      1e+16"),
+        ("return -1e16", "the reward is too large\n  got:      -1e+16"),
     ],
 )
 def test_what_is_no_reward_names_the_request(tmp_path: Path, body: str, reason: str) -> None:
@@ -160,12 +163,33 @@ def test_a_file_that_does_not_run(tmp_path: Path) -> None:
         function(f"{path}:score")
 
 
+def test_a_file_that_ends_the_program(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(RewardError, match="SystemExit: 0"):
+        function(f"{path}:score")
+
+
+def test_a_signal_ends_the_program_all_the_same(tmp_path: Path) -> None:
+    reward = function(user_file(tmp_path, "raise SystemExit(143)"))
+    with pytest.raises(SystemExit):
+        reward("r", "text", None, {})
+
+
+def test_what_it_prints_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "talks.py"
+    path.write_text("print('one')\ndef score(text, label, row):\n    print('two')\n    return 1\n")
+    assert function(f"{path}:score")("r", "text", None, {}) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and told.err == "one\ntwo\n"
+
+
 def test_a_function_written_in_c_is_taken_as_it_is() -> None:
     with pytest.raises(RewardError, match=r"not a finite number(.|\n)*'text'"):
         function("builtins:min")("r", "text", "zzz", "zzzz")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("pattern", ["(", "*"])
+@pytest.mark.parametrize("pattern", ["(", "*", "a{99999999999999999999}", "(" * 9999 + ")" * 9999])
 def test_a_pattern_that_is_none(pattern: str) -> None:
     with pytest.raises(RewardError, match="no regular expression"):
         regex(pattern)

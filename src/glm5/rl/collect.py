@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from glm5.errors import EngineError
+from glm5.errors import EngineError, ReplayError
 from glm5.lora.seeds import seed_of
 from glm5.rl.advantages import teaches
 from glm5.rl.choices import Choices
@@ -25,6 +25,13 @@ Decode = Callable[[Sequence[int]], str]
 
 # Servers take seeds of 31 bits.
 _MAX_SEED = 2**31
+# Of `Choices`.
+_RECORDS: dict[Recorded, tuple[str, ...]] = {
+    "none": (),
+    "routing": ("experts",),
+    "indexer": ("topk",),
+    "both": ("experts", "topk"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,15 +64,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Collected:
-    """All that a step sampled, in order, the groups that teach nothing among them.
-
-    reward_failures: rewards that are 0 because a comparison took too long or too much memory.
-    """
+    """All that a step sampled, in order, the groups that teach nothing among them."""
 
     groups: tuple[Group, ...]
-    reward_failures: int
     rollout_seconds: float
     reward_seconds: float
+    reward_failures: int
+    """Comparisons that were given up."""
 
     def without_choices(self) -> Collected:
         """What every rank can hold."""
@@ -119,12 +124,12 @@ class Collector:
         """The groups of `step` (from 1), by an engine that has the weights `version`.
 
         Raises:
-            EngineError: the engine fails, or samples with other weights. ReplayError: it records
-            something else than choices. RewardError: a completion cannot be scored.
+            EngineError: the engine fails, samples with other weights, or records something else
+            than choices. RewardError: a completion cannot be scored.
         """
         groups: list[Group] = []
-        failures = self._reward.num_failures
         rollout_seconds = reward_seconds = 0.0
+        failures = self._reward.num_failures
         for attempt in range(self._section.num_resamples + 1):
             taught = sum(group.teaches for group in groups)
             missing = self._section.prompts_per_step - taught
@@ -140,7 +145,7 @@ class Collector:
             self.engine.sleep()
             self._is_asleep = True
         failures = self._reward.num_failures - failures
-        return Collected(tuple(groups), failures, rollout_seconds, reward_seconds)
+        return Collected(tuple(groups), rollout_seconds, reward_seconds, failures)
 
     def _draw(
         self, step: int, attempt: int, count: int, version: int
@@ -152,8 +157,15 @@ class Collector:
             for sample in range(self._section.group_size)
         ]
         record: Recorded = self._section.replay
-        rollouts = self.engine.generate(requests, self._sampling, record=record)
+        try:
+            rollouts = self.engine.generate(requests, self._sampling, record=record)
+        except ReplayError as error:
+            # the engine's fault as any other, before the step has changed anything
+            raise EngineError(
+                error.what, got=error.got, expected=error.expected, remedy=error.remedy
+            ) from error
         _check_rollouts(requests, rollouts, version)
+        _check_records(rollouts, record)
         size = self._section.group_size
         return [
             (self._prompts[row], tuple(rollouts[place * size : (place + 1) * size]))
@@ -186,6 +198,24 @@ class Collector:
             for rollout, text in zip(rollouts, texts, strict=True)
         ]
         return Group(prompt, rollouts, texts, np.array(rewards, np.float64))
+
+
+def _check_records(rollouts: Sequence[Rollout], record: Recorded) -> None:
+    """What is replayed was recorded, of every token.
+
+    Raises:
+        EngineError: it was not.
+    """
+    for rollout in rollouts:
+        for name in _RECORDS[record]:
+            found = getattr(rollout.choices, name, None)
+            if found is None or found.num_tokens != rollout.num_tokens:
+                raise EngineError(
+                    f"{rollout.request} has no record of its {name}",
+                    got=None if found is None else f"one of {found.num_tokens} tokens",
+                    expected=f"one of its {rollout.num_tokens} tokens",
+                    remedy="let the engine record what is replayed, for every rollout",
+                )
 
 
 def _check_rollouts(requests: Sequence[Request], rollouts: Sequence[Rollout], version: int) -> None:

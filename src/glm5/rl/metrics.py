@@ -18,7 +18,7 @@ def collected_metrics(collected: Collected) -> dict[str, float]:
 
     reward: mean over all completions; groups_taught: share of groups whose rewards differ;
     completion_tokens: mean length; truncated: share of completions that were cut; reward_failures:
-    how many have the reward 0 because their comparison was ended.
+    comparisons that took too long, whose completions had the reward 0.
     """
     rollouts = [rollout for group in collected.groups for rollout in group.rollouts]
     rewards = np.concatenate([group.rewards for group in collected.groups])

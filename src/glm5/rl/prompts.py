@@ -140,5 +140,7 @@ def _refuse_long(prompts: Sequence[Prompt], max_prompt_tokens: int) -> None:
         if (length := len(prompt.ids)) > max_prompt_tokens:
             problems.add(prompt.source, f"{length} tokens, more than {max_prompt_tokens}")
     problems.raise_if_any(
-        "prompts that are too long", "raise data.max_prompt_tokens, or take them out"
+        "prompts that are too long",
+        "raise data.max_prompt_tokens, or rl.max_tokens_per_micro_batch if that is not given; or "
+        "take them out, as data.too_long = 'skip' does",
     )

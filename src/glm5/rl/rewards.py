@@ -8,8 +8,9 @@ import importlib.util
 import inspect
 import math
 import re
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,8 @@ from glm5.errors import RewardError
 from glm5.rl.reward_math import MathVerifier, last_boxed
 
 DEFAULT_TIMEOUT_SECONDS = 10.0
+# Squares of gradients that grow with it must fit into fp32.
+MAX_REWARD = 1e15
 
 Label = str | int | float | None
 RewardKind = Literal["math", "exact", "regex", "function"]
@@ -62,22 +65,31 @@ class Reward:
         """The reward of the completion `text` of the request `name`.
 
         Raises:
-            RewardError: with the request's name; the reward fails, or is no finite number.
+            RewardError: with the request's name; the reward fails, ends the program, or is no
+                finite number of at most 1e15.
         """
         try:
-            value = self._score(text, label, row)
+            with _running_users_code():
+                value = self._score(text, label, row)
         except RewardError as error:
             what = f"{name}: {error.what}"
             raise RewardError(what, got=error.got, expected=error.expected) from None
-        except Exception as error:  # a function of the user's may raise anything
-            reason = f"{type(error).__name__}: {error}"
-            raise RewardError(f"{name}: the reward function failed", got=reason) from error
+        except _UsersError as error:
+            what = f"{name}: the reward function failed"
+            raise RewardError(what, got=error) from error.__cause__
         number = _number(value)
         if not math.isfinite(number):
             raise RewardError(
                 f"{name}: the reward is not a finite number",
                 got=f"{value!r:.80}",
                 expected="an int, a float or a bool",
+            )
+        if abs(number) > MAX_REWARD:
+            raise RewardError(
+                f"{name}: the reward is too large",
+                got=f"{number:g}",
+                expected=f"numbers from {-MAX_REWARD:g} to {MAX_REWARD:g}",
+                remedy="divide it: only differences within a group count",
             )
         return number
 
@@ -90,6 +102,28 @@ class Reward:
         """Ends a child process, if there is one."""
         if self._verifier is not None:
             self._verifier.close()
+
+
+class _UsersError(Exception):
+    """What the user's code raised, as `Type: text`; the cause is the error itself."""
+
+
+@contextlib.contextmanager
+def _running_users_code() -> Iterator[None]:
+    """A function or module of the user's may raise anything, and may print.
+
+    Standard output holds the run's result alone: what is printed goes to standard error. An end of
+    the program is an error of that code; the end that a signal asked for goes on.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+            raise
+        raise _UsersError(f"{type(error).__name__}: {error}") from error
 
 
 def _number(value: object) -> float:
@@ -155,7 +189,7 @@ def _compile(pattern: str | None) -> re.Pattern[str]:
         raise RewardError("a reward of kind regex has no pattern", got=repr(pattern))
     try:
         return re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise RewardError(
             "the pattern of the reward is no regular expression",
             got=f"{pattern!r}: {error}",
@@ -172,11 +206,15 @@ def _load_function(place: str | None) -> Score:
             expected="package.module:function, or path/to/file.py:function",
         )
     try:
-        is_file = home.endswith(".py")
-        module = _module_of_file(Path(home)) if is_file else importlib.import_module(home)
-    except Exception as error:  # the module is the user's program
-        reason = f"{type(error).__name__}: {error}"
-        raise RewardError(f"cannot import the reward function's {home}", got=reason) from error
+        with _running_users_code():
+            is_file = home.endswith(".py")
+            module = _module_of_file(Path(home)) if is_file else importlib.import_module(home)
+    except _UsersError as error:
+        raise RewardError(
+            f"cannot import the reward function's {home}",
+            got=error,
+            remedy=None if is_file else "is it on PYTHONPATH? path/to/file.py:function needs none",
+        ) from error.__cause__
     function = getattr(module, name, None)
     if not callable(function):
         raise RewardError(f"{home} has no function {name}", got=repr(function))

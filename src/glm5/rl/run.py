@@ -76,9 +76,9 @@ def train_rl(
 
     Raises:
         ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any
-        step. EngineError, RewardError: a step could not be sampled or scored; the steps before it
-        are saved. ReplayError: a record is not that of its tokens. GapError: engine and trainer
-        disagree. DivergedError: the loss is no longer a number.
+        step. EngineError, RewardError: a step could not be sampled, recorded or scored; the steps
+        before it are saved. GapError: engine and trainer disagree. DivergedError: the loss is no
+        longer a number.
     """
     with in_output_folder(run):
         return _train(run, engine, say if is_writer() else say_nothing, show, quiet)
@@ -126,6 +126,7 @@ def _take_steps(
 def _collector(
     run: RlConfig, start: Start, glm5: Glm5Config, text: _Text, engine: Engine | None, say: Say
 ) -> Collector:
+    _check_stop_tokens(run, glm5)
     reward = build_reward(run.reward)
     prompts = _prompts(run, glm5, text.tokenizer, reward)
     say(_describe(prompts))
@@ -155,8 +156,8 @@ def _prompts(
 ) -> PromptSet:
     room = min(run.rl.max_tokens_per_micro_batch, glm5.max_position_embeddings)
     longest = room - run.rollout.max_new_tokens
-    wanted = run.data.max_prompt_tokens or longest
-    if not 1 <= wanted <= longest:
+    wanted = run.data.max_prompt_tokens or max(1, longest)
+    if wanted > longest:
         raise ConfigError(
             "a prompt and its completion do not fit",
             got=f"prompts of {wanted} tokens and rollout.max_new_tokens = "
@@ -176,6 +177,16 @@ def _prompts(
         raw=run.data.raw,
         max_samples=run.data.max_samples,
     )
+
+
+def _check_stop_tokens(run: RlConfig, glm5: Glm5Config) -> None:
+    if wrong := [id_ for id_ in run.rollout.stop_token_ids or () if id_ >= glm5.vocab_size]:
+        raise ConfigError(
+            "rollout.stop_token_ids has tokens that the model cannot draw",
+            got=", ".join(map(str, wrong)),
+            expected=f"ids below {glm5.vocab_size}",
+            remedy="leave it out for the model's eos_token_id",
+        )
 
 
 def _describe(prompts: PromptSet) -> str:

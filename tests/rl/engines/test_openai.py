@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fastapi import FastAPI
 
 from glm5.config import Glm5Config
 from glm5.errors import EngineError
@@ -96,6 +97,13 @@ def test_passing_faults_are_tried_again(engine: OpenAiEngine, fake: FakeVllm) ->
     fake.faults.add("completions", 400)
     with pytest.raises(EngineError, match="refused request prompt-"):
         generate(engine)
+
+
+def test_a_list_of_models_that_is_none(glm5: Glm5Config) -> None:
+    app = FastAPI()
+    app.get("/v1/models")(lambda: {"data": 5})
+    with running(app) as url, pytest.raises(EngineError, match="does not serve the model"):
+        OpenAiEngine(url, MODEL, glm5, options=FAST)
 
 
 def test_what_it_cannot_do_is_said(

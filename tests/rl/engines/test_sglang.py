@@ -308,6 +308,14 @@ def test_an_older_name_of_the_server_info_and_no_sglang_at_all(
         assert engine.can_record
 
 
+def test_arguments_that_are_none(
+    fake: FakeSglang, served: tuple[FakeSglang, str], glm5: Glm5Config
+) -> None:
+    fake.faults.add("/server_info", lambda right: {"server_args": 7})
+    with pytest.raises(EngineError, match="without a flag"):
+        SglangEngine(served[1], glm5, record="both", lora=True, options=FAST)
+
+
 @pytest.mark.parametrize("fault", [500, 503, 429, "drop"])
 def test_a_passing_fault_is_tried_again(
     engine: SglangEngine, fake: FakeSglang, local: HfEngine, fault: Any

@@ -97,7 +97,8 @@ class OpenAiEngine:
     def _check_model(self) -> None:
         answer = self._server.get("/v1/models")
         cards = answer.json.get("data") if isinstance(answer.json, dict) else None
-        names = [card.get("id") for card in cards or [] if isinstance(card, dict)]
+        listed = cards if isinstance(cards, list) else []
+        names = [card.get("id") for card in listed if isinstance(card, dict)]
         if self._model not in names:
             raise EngineError(
                 f"{self._server.url} does not serve the model",

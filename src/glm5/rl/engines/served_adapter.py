@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from glm5.errors import EngineError
-from glm5.rl.engines.http import Server
+from glm5.rl.engines.http import Answer, Server
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,14 @@ class ServedAdapter:
         self._served = Served(f"glm5-{self._run}-v{version}", folder.resolve(), 1)
         self._load(self._served)
 
-    def drop(self, *, max_attempts: int | None = None) -> None:
+    def drop(self) -> None:
         """Samples from the base alone; a server that has forgotten the adapter is fine."""
-        served, self._served = self._served, None
-        if served is not None:
-            path = f"{self._prefix}/unload_lora_adapter"
-            self._server.post(path, {"lora_name": served.name}, max_attempts=max_attempts)
+        self._drop(self._server.post)
 
     def leave(self) -> None:
         """As `drop`, for the end: a server that is gone holds nothing."""
         with suppress(EngineError):
-            self.drop(max_attempts=1)
+            self._drop(self._server.post_once)
 
     def restore(self, seen: Served) -> None:
         """Loads the adapter again, once for all requests that found it missing."""
@@ -69,6 +68,11 @@ class ServedAdapter:
             if self._served == seen:
                 self._load(seen)
                 self._served = Served(seen.name, seen.folder, seen.loads + 1)
+
+    def _drop(self, post: Callable[[str, dict[str, Any]], Answer]) -> None:
+        served, self._served = self._served, None
+        if served is not None:
+            post(f"{self._prefix}/unload_lora_adapter", {"lora_name": served.name})
 
     def _load(self, served: Served) -> None:
         body = {"lora_name": served.name, "lora_path": str(served.folder)}

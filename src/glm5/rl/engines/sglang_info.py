@@ -75,4 +75,5 @@ def read_server_args(server: Server) -> ServerArgs:
             expected="/server_info of an SGLang server",
             remedy="is this an SGLang server?",
         )
-    return ServerArgs(server.url, answer.json.get("server_args", answer.json))
+    args = answer.json.get("server_args", answer.json)
+    return ServerArgs(server.url, args if isinstance(args, dict) else {})
