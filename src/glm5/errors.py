@@ -77,5 +77,7 @@ class DivergedError(Glm5Error):
     exit_code = 1
 
 
-class GapError(DivergedError):
+class GapError(Glm5Error):
     """A rollout engine and a trainer that disagree on how likely the sampled tokens are."""
+
+    exit_code = 1

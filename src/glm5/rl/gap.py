@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from glm5.errors import GapError
+from glm5.errors import DivergedError, GapError
 from glm5.rl.printable import printable
 
 OverlapKind = Literal["experts", "topk"]
@@ -107,8 +107,8 @@ class GapLimits:
         """To be called before the step is taken, on every rank.
 
         Raises:
-            GapError: a log-probability is no finite number, or the gap is over a limit; with all
-                there is to know about the worst token.
+            GapError: the gap is over a limit; with all there is to know about the worst token.
+            DivergedError: the same, where a log-probability is no finite number.
         """
         problems = self._exceeded(gap)
         if gap.num_non_finite:
@@ -117,7 +117,9 @@ class GapLimits:
         if not problems:
             return
         assert gap.worst is not None
-        raise GapError(
+        # weights that give such numbers are not worth saving
+        kind = DivergedError if gap.num_non_finite else GapError
+        raise kind(
             f"engine and trainer disagree on the tokens of step {step}",
             got="; ".join(problems) + f"\n    worst token: {gap.worst.describe(decode)}",
             expected="the same log-probabilities but for rounding",

@@ -10,7 +10,7 @@ import numpy as np
 from megatron.core import parallel_state
 from torch import Tensor
 
-from glm5.errors import EngineError, RewardError
+from glm5.errors import EngineError, GapError, RewardError
 from glm5.lora.switch import without_adapters
 from glm5.rl.advantages import group_advantages
 from glm5.rl.batch import PolicyBatcher, StepPlan, plan_step
@@ -36,7 +36,7 @@ from glm5.train.steps import StepLoop, Values, is_due
 class RlLoop(StepLoop):
     """Steps of one batch of completions and `rl.updates` updates each."""
 
-    harmless = (EngineError, RewardError)
+    harmless = (EngineError, RewardError, GapError)
 
     def __init__(
         self,

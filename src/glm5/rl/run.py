@@ -77,8 +77,8 @@ def train_rl(
     Raises:
         ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any
         step. EngineError, RewardError: a step could not be sampled, recorded or scored; the steps
-        before it are saved. GapError: engine and trainer disagree. DivergedError: the loss is no
-        longer a number.
+        before it are saved. GapError: engine and trainer disagree; the same. DivergedError: a loss
+        or a log-probability is no longer a number.
     """
     with in_output_folder(run):
         return _train(run, engine, say if is_writer() else say_nothing, show, quiet)
