@@ -98,5 +98,5 @@ def _check_learning(metrics: Sequence[dict[str, Any]]) -> list[Check]:
     return [
         Check(f"reward of the first {_FIRST_STEPS} steps", f"{first:.2f}", first < _MOST_AT_FIRST),
         Check(f"reward of the last {_LAST_STEPS} steps", f"{last:.2f}", last > _LEAST_AT_LAST),
-        Check("largest gap between engine and trainer [nat]", f"{gap:.1e}", gap <= 1e-5),
+        Check("largest gap_abs_diff of a step, engine and trainer", f"{gap:.1e}", gap <= 1e-5),
     ]

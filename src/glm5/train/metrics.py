@@ -23,7 +23,7 @@ _SHOWN = (
     ("reward", "reward", "{:.3f}"),
     ("loss", "loss", "{:.4f}"),
     ("eval_loss", "eval", "{:.4f}"),
-    ("gap_kl", "gap", "{:.1e}"),
+    ("gap_kl", "gap_kl", "{:.1e}"),
     ("lr", "lr", "{:.2e}"),
     ("tokens_per_second", "tok/s", "{:,.0f}"),
 )
