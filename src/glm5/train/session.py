@@ -85,7 +85,6 @@ def find_start(run: RunFile, data: Mapping[str, Sequence[Path]]) -> Start:
         as the run says.
     """
     folder = hf_folder(run.model.path)
-    check_splits(run, folder)
     if is_writer():
         remove_partials(run.output.dir / STEPS_FOLDER)
     resume_step = find_resume_step(run)
@@ -94,6 +93,7 @@ def find_start(run: RunFile, data: Mapping[str, Sequence[Path]]) -> Start:
     inputs = input_fingerprints(folder, data)
     if resume_step:
         check_inputs(step_folder(run.output.dir, resume_step), inputs)
+    check_splits(run, folder)
     return Start(folder, resume_step, inputs)
 
 

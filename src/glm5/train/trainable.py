@@ -20,7 +20,7 @@ from glm5.train.state import TrainState
 
 
 def check_splits(run: RunFile, folder: Path) -> None:
-    """Tells a wrong `[layout]` before data or weights are read.
+    """Tells a wrong `[layout]` before data are tokenised or weights read.
 
     Raises:
         LayoutError: the model cannot be split so.
