@@ -19,7 +19,7 @@ _OLDER_KERNELS = "use_legacy"
 def flash_mla_fwd(
     q: Tensor, kv: Tensor, selection: Selection, softmax_scale: float, d_v: int
 ) -> tuple[Tensor, Tensor]:
-    """As portable_fwd.sparse_mla_fwd, with at least one key in each row.
+    """As HopperKernels.forward, with at least one key in each row.
 
     q [t_q, h, 576], kv [t_k, 576] bf16, d_v = 512, rows of a multiple of 128 indices. Heads are
     padded with zeros to 64 or 128.

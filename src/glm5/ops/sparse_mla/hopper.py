@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from glm5.ops.sparse_mla.hopper_bwd import num_head_parts, sparse_mla_bwd, sparse_mla_bwd_rows
-from glm5.ops.sparse_mla.hopper_fwd import sparse_mla_fwd, sparse_mla_fwd_into, tile_shape
+from glm5.ops.sparse_mla.hopper_fwd import sparse_mla_fwd_into, tile_shape
+from glm5.ops.sparse_mla.kernels import AllocatesResults
 from glm5.ops.sparse_mla.selection import Selection, one_by_one, unions
 
 # A tile has 64 rows: of one query's heads, or of few heads of several queries. More queries share
@@ -17,7 +18,7 @@ def queries_per_tile(h: int) -> int:
     return min(_MOST_QUERIES, max(1, _ROWS // h))
 
 
-class HopperKernels:
+class HopperKernels(AllocatesResults):
     """Gluon: bf16, d_qk 576, d_v 512, any number of heads."""
 
     @staticmethod
@@ -28,7 +29,6 @@ class HopperKernels:
             return one_by_one(topk_indices)
         return unions(topk_indices, num_keys, together)
 
-    forward = staticmethod(sparse_mla_fwd)
     forward_into = staticmethod(sparse_mla_fwd_into)
     tile_shape = staticmethod(tile_shape)
     backward = staticmethod(sparse_mla_bwd)

@@ -9,7 +9,6 @@ keeps its own probabilities in registers and hands them to the other through sha
 From there they are copied to memory too, where they are kept (tile_probs.py says for what).
 """
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -283,23 +282,6 @@ def _sparse_mla_fwd_hopper_kernel(
     )
 
 
-def sparse_mla_fwd(
-    q: Tensor,
-    kv: Tensor,
-    selection: Selection,
-    softmax_scale: float,
-    d_v: int,
-) -> tuple[Tensor, Tensor]:
-    """As portable_fwd.sparse_mla_fwd, for q [t_q, h, 576] bf16 and d_v = 512 on Hopper.
-
-    The queries of one row of the selection have at most 64 heads together, or there is one.
-    """
-    out = q.new_empty(*q.shape[:2], d_v)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    sparse_mla_fwd_into(q, kv, selection, softmax_scale, out, lse, None)
-    return out, lse
-
-
 def sparse_mla_fwd_into(
     q: Tensor,
     kv: Tensor,
@@ -309,7 +291,10 @@ def sparse_mla_fwd_into(
     lse: Tensor,
     kept: TileProbs | None,
 ) -> None:
-    """As portable_fwd.sparse_mla_fwd_into, of what sparse_mla_fwd takes."""
+    """As portable_fwd.sparse_mla_fwd_into, for q [t_q, h, 576] bf16 and d_v = 512 on Hopper.
+
+    The queries of one row of the selection have at most 64 heads together, or there is one.
+    """
     t_q, h, _ = q.shape
     if out.numel() == 0:
         return

@@ -80,7 +80,25 @@ class Kernels(Protocol):
         """Whether backward_rows writes columns in the order of hopper_grad_keys.store_grad_keys."""
 
 
-class PortableKernels:
+class AllocatesResults:
+    """The `forward` of kernels that write into tensors."""
+
+    def forward(
+        self: Kernels,
+        q: Tensor,
+        kv: Tensor,
+        selection: Selection,
+        softmax_scale: float,
+        d_v: int,
+    ) -> tuple[Tensor, Tensor]:
+        """-> out, lse."""
+        out = q.new_empty(*q.shape[:2], d_v)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self.forward_into(q, kv, selection, softmax_scale, out, lse, None)
+        return out, lse
+
+
+class PortableKernels(AllocatesResults):
     """Plain Triton: any size."""
 
     @staticmethod
@@ -89,7 +107,6 @@ class PortableKernels:
         del h, num_keys
         return one_by_one(topk_indices)
 
-    forward = staticmethod(portable_fwd.sparse_mla_fwd)
     forward_into = staticmethod(portable_fwd.sparse_mla_fwd_into)
     tile_shape = staticmethod(portable_fwd.tile_shape)
     backward = staticmethod(portable_bwd.sparse_mla_bwd)

@@ -1,6 +1,5 @@
 """Forward of sparse_mla in plain Triton: any size and dtype, one program per token and heads."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -96,24 +95,6 @@ def _sparse_mla_fwd_kernel(
     )
 
 
-def sparse_mla_fwd(
-    q: Tensor,
-    kv: Tensor,
-    selection: Selection,
-    softmax_scale: float,
-    d_v: int,
-) -> tuple[Tensor, Tensor]:
-    """out = softmax(softmax_scale q . kv[s]) kv[s, :d_v] over the selected keys s, and its lse.
-
-    q [t_q, h, d_qk], kv [t_k, d_qk] one float dtype, selection one_by_one, all contiguous
-    -> out [t_q, h, d_v] in q's dtype, lse [t_q, h] fp32.
-    """
-    out = q.new_empty(*q.shape[:2], d_v)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    sparse_mla_fwd_into(q, kv, selection, softmax_scale, out, lse, None)
-    return out, lse
-
-
 def sparse_mla_fwd_into(
     q: Tensor,
     kv: Tensor,
@@ -123,9 +104,11 @@ def sparse_mla_fwd_into(
     lse: Tensor,
     kept: TileProbs | None,
 ) -> None:
-    """As sparse_mla_fwd, written to out and lse; the probabilities to kept, where it is given.
+    """out = softmax(softmax_scale q . kv[s]) kv[s, :d_v] over the selected keys s, and its lse.
 
-    kept has as many rows as the selection, and tiles of tile_shape.
+    q [t_q, h, d_qk], kv [t_k, d_qk] one float dtype, selection one_by_one. Written: out
+    [t_q, h, d_v] in q's dtype, lse [t_q, h] fp32, and the probabilities to kept, where it is given:
+    it has as many rows as the selection, and tiles of tile_shape. All contiguous.
     """
     h, d_qk = q.shape[1:]
     if out.numel() == 0:
