@@ -41,11 +41,8 @@ def run_demo(folder: Path, *, json: bool) -> int:
     Raises:
         ConfigError: the folder holds something else. CheckFailedError: a step's check failed.
     """
-    output = Output(json)
     started = time.perf_counter()
-    # the tiny model's operations are too small to share: threads would only wait for each other
-    torch.set_num_threads(1)
-    take_demo_folder(folder)
+    output = begin_demo(folder, json=json)
     hf_dir = write_tiny(folder / "hf", "5.2")
     output.say(f"1. wrote a tiny GLM-5.2-like checkpoint, tokenizer and chats to {hf_dir}")
     checks = [_verify(output, hf_dir)]
@@ -58,6 +55,18 @@ def run_demo(folder: Path, *, json: bool) -> int:
     output.say("4. exporting the adapter and loading it with transformers + peft")
     checks += export_adapter(run.output.dir, folder / "adapter")
     return report(output, checks, "loss curve", plot, time.perf_counter() - started)
+
+
+def begin_demo(folder: Path, *, json: bool) -> Output:
+    """Where a demo tells what it does, with the folder its own.
+
+    Raises:
+        ConfigError: the folder holds something else than a demo.
+    """
+    # the tiny model's operations are too small to share: threads would only wait for each other
+    torch.set_num_threads(1)
+    take_demo_folder(folder)
+    return Output(json)
 
 
 def take_demo_folder(folder: Path) -> None:

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from glm5.checkpoint.tiny import write_tiny
-from glm5.cli.demo import Check, export_adapter, report, take_demo_folder
-from glm5.cli.output import Output
+from glm5.cli.demo import Check, begin_demo, export_adapter, report
 from glm5.cli.plot import plot_reward
 from glm5.export.export import export
 from glm5.rl.run import train_rl
@@ -34,11 +31,8 @@ def run_rl_demo(folder: Path, *, json: bool) -> int:
     Raises:
         ConfigError: the folder holds something else. CheckFailedError: a step's check failed.
     """
-    output = Output(json)
     started = time.perf_counter()
-    # the tiny model's operations are too small to share: threads would only wait for each other
-    torch.set_num_threads(1)
-    take_demo_folder(folder)
+    output = begin_demo(folder, json=json)
     hf_dir = write_tiny(folder / "hf", "5")
     output.say(f"1. wrote a tiny GLM-5-like checkpoint, tokenizer and digits to sort to {hf_dir}")
     output.say("2. supervised warm start: answer with the digits of the question, in any order")
