@@ -27,7 +27,7 @@ from glm5.checkpoint.hf_layout import hf_tensors
 from glm5.checkpoint.safetensors_writer import SafetensorsWriter
 from glm5.cli.quiet import quiet_libraries
 from glm5.config import Glm5Config
-from glm5.rl.rollout import Recorded
+from glm5.rl.recorded import Recorded
 from glm5.rl.run import train_rl
 from glm5.rl.run_config import RlConfig
 from glm5.runtime.distributed import default_device

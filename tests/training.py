@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,16 @@ def run_tables(hf_dir: Path, out_dir: Path, **sections: dict[str, Any] | None) -
         "train": {"steps": 4, "global_batch_size": 2},
         "output": {"dir": str(out_dir)},
     }
-    for name, values in sections.items():
-        if values is None:
-            del tables[name]
-        else:
-            tables[name] = tables.get(name, {}) | values
-    return tables
+    return with_sections(tables, sections)
+
+
+def with_sections(
+    tables: dict[str, Any], sections: Mapping[str, dict[str, Any] | None]
+) -> dict[str, Any]:
+    """The tables of a run with some keys set; a section given as None is left out."""
+    changed = {name: tables.get(name, {}) | values for name, values in sections.items() if values}
+    left_out = {name for name, values in sections.items() if values is None}
+    return {name: table for name, table in (tables | changed).items() if name not in left_out}
 
 
 def run_config(hf_dir: Path, out_dir: Path, **sections: dict[str, Any] | None) -> RunConfig:

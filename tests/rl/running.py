@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from glm5.errors import EngineError
-from glm5.rl.rollout import Recorded, Request, Rollout, Sampling
+from glm5.rl.recorded import Recorded
+from glm5.rl.rollout import Request, Rollout, Sampling
 from glm5.rl.run_config import RlConfig
+from tests.training import with_sections
 
 TIMES = ("_seconds", "tokens_per_second")
 
@@ -36,12 +38,7 @@ def rl_tables(hf_dir: Path, out_dir: Path, **sections: dict[str, Any] | None) ->
         "reward": {"kind": "function", "function": f"{Path(__file__)}:printable_share"},
         "output": {"dir": str(out_dir)},
     }
-    for name, values in sections.items():
-        if values is None:
-            del tables[name]
-        else:
-            tables[name] = tables.get(name, {}) | values
-    return tables
+    return with_sections(tables, sections)
 
 
 def rl_config(hf_dir: Path, out_dir: Path, **sections: dict[str, Any] | None) -> RlConfig:

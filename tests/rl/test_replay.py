@@ -12,9 +12,9 @@ from glm5.errors import ReplayError
 from glm5.model.forward import logits
 from glm5.model.replay import Replay
 from glm5.rl.choices import Choices, ChoiceShape
-from glm5.rl.overlap import Overlap, overlap_share
+from glm5.rl.overlap import Overlap
+from glm5.rl.recorded import Recorded
 from glm5.rl.replay import build_replay
-from glm5.rl.rollout import Recorded
 from tests.recorded import Recorder, drawn_record
 from tests.tiny_models import (
     TinyFolder,
@@ -159,11 +159,10 @@ def shares(model: GPTModel, documents: list[Choices | None], *, replays: bool) -
     with torch.no_grad():
         replay = recorded if replays else None
         logits(model.eval(), TOKENS, CUT, replay=replay, observer=overlap)
-    found = [overlap_share(overlap.counts[stream]) for stream in ("experts", "topk")]
+    counts = [overlap.counts["experts"].tolist(), overlap.counts["topk"].tolist()]
     # 48 queries have experts in four layers, 20 select keys in four
-    assert [int(counts[0]) for counts in overlap.counts.values()] == [48 * 4 * 2, 20 * 4 * 8]
-    assert all(share is not None for share in found)
-    return [share for share in found if share is not None]
+    assert [recorded for recorded, _ in counts] == [48 * 4 * 2, 20 * 4 * 8]
+    return [same / recorded for recorded, same in counts]
 
 
 def test_ones_own_choices_overlap_fully(model: GPTModel) -> None:
@@ -195,7 +194,7 @@ def test_overlap_counts_common_choices(model: GPTModel, shape: ChoiceShape, repl
     assert shares(model, documents, replays=replays) == pytest.approx(expected)
 
 
-def test_overlap_of_nothing_is_no_share(model: GPTModel, shape: ChoiceShape) -> None:
+def test_overlap_of_nothing_counts_nothing(model: GPTModel, shape: ChoiceShape) -> None:
     overlap = Overlap(built(drawn(shape), shape, "none"), CPU)
     logits(model, TOKENS, CUT, observer=overlap)
-    assert [overlap_share(counts) for counts in overlap.counts.values()] == [None, None]
+    assert [counts.tolist() for counts in overlap.counts.values()] == [[0, 0]] * 2

@@ -15,8 +15,9 @@ from glm5.lora.seeds import seed_of
 from glm5.rl.advantages import teaches
 from glm5.rl.choices import Choices
 from glm5.rl.prompts import Prompt
+from glm5.rl.recorded import STREAMS, Recorded
 from glm5.rl.rewards import Reward
-from glm5.rl.rollout import Engine, Recorded, Request, Rollout, Sampling
+from glm5.rl.rollout import Engine, Request, Rollout, Sampling
 from glm5.rl.sections import RlSection
 from glm5.train.packing import BatchOrder
 
@@ -25,13 +26,6 @@ Decode = Callable[[Sequence[int]], str]
 
 # Servers take seeds of 31 bits.
 _MAX_SEED = 2**31
-# Of `Choices`.
-_RECORDS: dict[Recorded, tuple[str, ...]] = {
-    "none": (),
-    "routing": ("experts",),
-    "indexer": ("topk",),
-    "both": ("experts", "topk"),
-}
 
 
 @dataclass(frozen=True)
@@ -207,7 +201,7 @@ def _check_records(rollouts: Sequence[Rollout], record: Recorded) -> None:
         EngineError: it was not.
     """
     for rollout in rollouts:
-        for name in _RECORDS[record]:
+        for name in STREAMS[record]:
             found = getattr(rollout.choices, name, None)
             if found is None or found.num_tokens != rollout.num_tokens:
                 raise EngineError(

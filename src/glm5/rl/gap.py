@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from glm5.errors import DivergedError, GapError
+from glm5.model.replay import Stream
 from glm5.rl.printable import printable
 
-OverlapKind = Literal["experts", "topk"]
-
-_OVERLAP_NAMES: dict[OverlapKind, str] = {
+_OVERLAP_NAMES: dict[Stream, str] = {
     "experts": "gap_routing_overlap",
     "topk": "gap_topk_overlap",
 }
@@ -72,7 +70,7 @@ class Gap:
     effective_sample_size: float
     over_1_nat: float
     sequence_abs_diff: NDArray[np.float64]
-    overlaps: dict[OverlapKind, float]
+    overlaps: dict[Stream, float]
     worst: WorstToken | None
 
     def metrics(self) -> dict[str, float]:

@@ -13,14 +13,15 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glm5.rl.gap import Gap, OverlapKind, WorstToken
+from glm5.model.replay import Stream
+from glm5.rl.gap import Gap, WorstToken
 from glm5.rl.rollout import Rollout
 from glm5.runtime.distributed import default_device
 
 TOKENS_BEFORE = 10
 QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
-_OVERLAPS: tuple[OverlapKind, ...] = get_args(OverlapKind)
+_OVERLAPS: tuple[Stream, ...] = get_args(Stream)
 
 
 class GapMeter:
@@ -32,7 +33,7 @@ class GapMeter:
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, ...]] = []
-        self._overlaps: dict[OverlapKind, list[Tensor]] = {kind: [] for kind in _OVERLAPS}
+        self._overlaps: dict[Stream, list[Tensor]] = {kind: [] for kind in _OVERLAPS}
 
     def add(
         self,
@@ -52,7 +53,7 @@ class GapMeter:
         tensors = (log_probs, rollout_log_probs, mask, sequences, positions)
         self._parts.append(tuple(tensor.detach() for tensor in tensors))
 
-    def add_overlap(self, kind: OverlapKind, counts: Tensor) -> None:
+    def add_overlap(self, kind: Stream, counts: Tensor) -> None:
         """Notes counts [2]: choices of the engine's, and those that the trainer would make too."""
         self._overlaps[kind].append(counts.double())
 
@@ -85,7 +86,7 @@ class GapMeter:
             *(x[mask].long().cpu().numpy() for x in (sequences, positions)),
         )
 
-    def _shared_overlaps(self) -> dict[OverlapKind, float]:
+    def _shared_overlaps(self) -> dict[Stream, float]:
         device = default_device()
         none = torch.zeros(2, dtype=torch.float64, device=device)
         sums = torch.stack([sum(self._overlaps[kind], none) for kind in _OVERLAPS])
@@ -119,7 +120,7 @@ def _compare(
     tokens: _Tokens,
     rollouts: Mapping[int, Rollout],
     num_sequences: int,
-    overlaps: dict[OverlapKind, float],
+    overlaps: dict[Stream, float],
     group: dist.ProcessGroup,
 ) -> Gap:
     own = tokens.differences

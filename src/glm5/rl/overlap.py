@@ -46,15 +46,6 @@ class Overlap:
         self.counts[stream] += torch.stack([recorded, same])
 
 
-def overlap_share(counts: Tensor) -> float | None:
-    """The share of counts [2] as in `Overlap`, summed over ranks; None where nothing was recorded.
-
-    A host sync where the counts are on a GPU.
-    """
-    recorded, same = counts.tolist()
-    return same / recorded if recorded else None
-
-
 def _num_shared(a: Tensor, b: Tensor) -> Tensor:
     """Over all rows, the keys that a [n, topk] has in common with b [n, topk]; both ascending.
 

@@ -21,8 +21,8 @@ from glm5.rl.log_probs import token_log_probs
 from glm5.rl.loss_weights import Normalise, loss_weights, weighted_sum
 from glm5.rl.overlap import Overlap
 from glm5.rl.policy_loss import PolicyLoss, PolicyTokens
+from glm5.rl.recorded import Recorded
 from glm5.rl.replay import build_replay
-from glm5.rl.rollout import Recorded
 from glm5.rl.row import PolicyRow
 from glm5.train.batches import context_share
 from glm5.train.state import TrainState

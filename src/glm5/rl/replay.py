@@ -12,7 +12,7 @@ from glm5.errors import ReplayError
 from glm5.model.replay import Replay
 from glm5.model.selections import DocumentSelection, LayerSelections
 from glm5.rl.choices import Choices, ChoiceShape, PackedExperts, PackedTopk
-from glm5.rl.rollout import Recorded
+from glm5.rl.recorded import STREAMS, Recorded
 
 
 def build_replay(
@@ -33,10 +33,10 @@ def build_replay(
     """
     assert sum(lengths) <= num_tokens, f"documents of {sum(lengths)} tokens in {num_tokens}"
     experts, topk = None, None
-    if recorded in ("routing", "both"):
+    if "experts" in STREAMS[recorded]:
         packed = list(_records(documents, lengths, lambda choices: choices.experts))
         experts = _experts(packed, shape, device, num_tokens)
-    if recorded in ("indexer", "both"):
+    if "topk" in STREAMS[recorded]:
         selected = list(_records(documents, lengths, lambda choices: choices.topk))
         topk = {layer: _selections(selected, shape, layer) for layer in shape.full_layers}
     return Replay(experts, topk)

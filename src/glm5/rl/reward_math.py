@@ -53,7 +53,7 @@ class MathVerifier:
             raise RewardError(
                 "the math reward needs the package math-verify",
                 got="it is not installed",
-                remedy="pip install 'glm5[rl]'",
+                remedy="pip install math-verify",
             )
         self.limit_seconds = limit_seconds
         self.num_failures = 0

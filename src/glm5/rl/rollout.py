@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm5.rl.choices import Choices
+from glm5.rl.recorded import Recorded
 
 Finish = Literal["stop", "length"]
 
@@ -104,7 +105,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Gives everything back; an engine that others started goes on running."""
-
-
-Recorded = Literal["none", "routing", "indexer", "both"]
-"""Which discrete choices are replayed: experts of the routers, keys of the indexers."""

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
+from glm5.rl.recorded import Recorded
 from glm5.train.sections import Paths, Section
 from glm5.train.template import RESERVED_ARGS
 
@@ -100,7 +101,7 @@ class RlSection(Section):
     max_resamples: Count | None = None
     """How often a step samples other prompts in place of such groups, before it goes on with what
     it has; absent: 3."""
-    replay: Literal["none", "routing", "indexer", "both"] = "none"
+    replay: Recorded = "none"
     """Which discrete choices of the rollout the trainer repeats: experts, the indexer's keys."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=2)]
     """Capacity of a micro-batch, into which whole completions are packed [tokens]."""

@@ -19,7 +19,8 @@ from glm5.rl.engines.checks import check_prompts
 from glm5.rl.engines.hf_generate import Completion, complete
 from glm5.rl.engines.hf_record import HfRecorder, Record
 from glm5.rl.engines.records import pack_choices
-from glm5.rl.rollout import Recorded, Request, Rollout, Sampling
+from glm5.rl.recorded import Recorded
+from glm5.rl.rollout import Request, Rollout, Sampling
 
 
 class HfEngine:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from glm5.config import Glm5Config
-from glm5.rl.rollout import Recorded
+from glm5.rl.recorded import STREAMS, Recorded
 
 Record = NDArray[np.int32]
 
@@ -22,8 +22,8 @@ class HfRecorder:
 
     def __init__(self, glm5: Glm5Config, recorded: Recorded) -> None:
         self._glm5 = glm5
-        self._experts: list[Tensor] | None = [] if recorded in ("routing", "both") else None
-        self._topk: list[Tensor] | None = [] if recorded in ("indexer", "both") else None
+        self._experts: list[Tensor] | None = [] if "experts" in STREAMS[recorded] else None
+        self._topk: list[Tensor] | None = [] if "topk" in STREAMS[recorded] else None
 
     @contextmanager
     def watching(self, model: Any) -> Iterator[None]:

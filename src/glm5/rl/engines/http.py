@@ -194,7 +194,7 @@ def _new_client(url: str, options: HttpOptions) -> httpx2.Client:
         import httpx2
     except ImportError as error:
         raise EngineError(
-            "a rollout server needs httpx2", got=error, remedy="pip install 'glm5[rl]'"
+            "a rollout server needs httpx2", got=error, remedy="pip install httpx2"
         ) from error
     if not url.startswith(("http://", "https://")):
         raise _no_url(url, "no scheme")

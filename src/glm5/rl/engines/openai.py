@@ -10,8 +10,10 @@ from glm5.config import Glm5Config
 from glm5.errors import EngineError
 from glm5.rl.engines.checks import Reply, check_prompts, check_reply, checked_rollout
 from glm5.rl.engines.http import Answer, HttpOptions, Server
+from glm5.rl.engines.params import shape_params
 from glm5.rl.engines.served_adapter import ServedAdapter
-from glm5.rl.rollout import Recorded, Request, Rollout, Sampling
+from glm5.rl.recorded import Recorded
+from glm5.rl.rollout import Request, Rollout, Sampling
 
 LogProbs = Literal["raw", "processed"]
 
@@ -139,13 +141,7 @@ class OpenAiEngine:
             "model": self._model if served is None else served.name,
             "prompt": request.prompt_ids.tolist(),
             "max_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": -1,
-            "min_p": 0.0,
-            "frequency_penalty": 0.0,
-            "presence_penalty": 0.0,
-            "repetition_penalty": 1.0,
+            **shape_params(sampling),
             "seed": request.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,

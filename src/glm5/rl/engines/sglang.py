@@ -24,7 +24,8 @@ from glm5.rl.engines.sglang_wire import (
     parse_reply,
     says_adapter_unknown,
 )
-from glm5.rl.rollout import Recorded, Request, Rollout, Sampling
+from glm5.rl.recorded import STREAMS, Recorded
+from glm5.rl.rollout import Request, Rollout, Sampling
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,9 @@ class SglangEngine:
         check_reply(url, request, reply, sampling, self._glm5.vocab_size)
         num_queries = len(request.prompt_ids) + len(reply.token_ids) - 1
         experts = keys = None
-        if record in ("routing", "both"):
+        if "experts" in STREAMS[record]:
             experts = decode_experts(meta, request, num_queries, self._glm5)
-        if record in ("indexer", "both"):
+        if "topk" in STREAMS[record]:
             keys = decode_topk(meta, request, num_queries, self._glm5)
         choices = pack_choices(request.name, experts, keys, self._glm5)
         return checked_rollout(request, reply, sampling, choices, self._version)

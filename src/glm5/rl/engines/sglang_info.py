@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from glm5.errors import EngineError
+from glm5.model.replay import Stream
 from glm5.rl.engines.http import Server
-from glm5.rl.rollout import Recorded
+from glm5.rl.recorded import STREAMS, Recorded
 
 FLAGS = {
     "enable_lora": "--enable-lora --max-lora-rank RANK --lora-target-modules ...",
     "enable_return_routed_experts": "--enable-return-routed-experts",
     "enable_return_indexer_topk": "--enable-return-indexer-topk",
 }
-_RECORD_KEYS: dict[Recorded, tuple[str, ...]] = {
-    "none": (),
-    "routing": ("enable_return_routed_experts",),
-    "indexer": ("enable_return_indexer_topk",),
-    "both": ("enable_return_routed_experts", "enable_return_indexer_topk"),
+_RECORD_KEYS: dict[Stream, str] = {
+    "experts": "enable_return_routed_experts",
+    "topk": "enable_return_indexer_topk",
 }
 
 
@@ -42,13 +41,13 @@ class ServerArgs:
             )
 
     def require_record(self, recorded: Recorded) -> None:
-        for key in _RECORD_KEYS[recorded]:
-            self.require(key)
+        for stream in STREAMS[recorded]:
+            self.require(_RECORD_KEYS[stream])
 
     @property
     def can_record(self) -> bool:
         """Whether any kind of choice; `require_record` asks for those of a run."""
-        return any(self.is_on(key) for key in _RECORD_KEYS["both"])
+        return any(self.is_on(key) for key in _RECORD_KEYS.values())
 
 
 def read_server_args(server: Server) -> ServerArgs:

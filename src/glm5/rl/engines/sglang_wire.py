@@ -30,7 +30,9 @@ from numpy.typing import NDArray
 from glm5.config import Glm5Config
 from glm5.errors import EngineError, ReplayError
 from glm5.rl.engines.checks import Reply
-from glm5.rl.rollout import Recorded, Request, Sampling
+from glm5.rl.engines.params import shape_params
+from glm5.rl.recorded import STREAMS, Recorded
+from glm5.rl.rollout import Request, Sampling
 
 _DTYPES = {"int32": "<i4", "uint16": "<u2", "uint8": "<u1"}
 _UNKNOWN_ADAPTER = "lora adapter that has never been loaded"
@@ -44,15 +46,9 @@ def generate_body(
     lora_name: str | None,
     is_seeded: bool,
 ) -> dict[str, Any]:
-    """The body of /generate. Whatever shapes the distribution is said, as servers have defaults."""
+    """The body of /generate."""
     params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": -1,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
+        **shape_params(sampling),
         "max_new_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": not sampling.stop_token_ids,
@@ -63,8 +59,8 @@ def generate_body(
         "input_ids": request.prompt_ids.tolist(),
         "sampling_params": params,
         "return_logprob": True,
-        "return_routed_experts": recorded in ("routing", "both"),
-        "return_indexer_topk": recorded in ("indexer", "both"),
+        "return_routed_experts": "experts" in STREAMS[recorded],
+        "return_indexer_topk": "topk" in STREAMS[recorded],
     }
     return body if lora_name is None else body | {"lora_path": lora_name}
 
