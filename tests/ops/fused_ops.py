@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glm5.ops.block_scaled import quantise
 from glm5.ops.grouped import GroupedPair
 from glm5.ops.grouped.gated import weighted_swiglu
 from glm5.ops.grouped.linear import grouped_linear
@@ -40,6 +41,11 @@ def fused_ops(t_q: int, t_k: int, topk: int) -> Iterator[tuple[str, Run]]:
             f"grouped_linear {ranks} {dtype}",
             lambda ranks=ranks, dtype=dtype: _experts(t_k, ranks, dtype),
         )
+        for fp8_compute in (False, True):
+            yield (
+                f"grouped_linear {ranks} {dtype}, frozen, fp8_compute {fp8_compute}",
+                lambda r=ranks, dtype=dtype, fp8=fp8_compute: _frozen(t_k, r, dtype, fp8),
+            )
 
 
 def _attention(
@@ -88,17 +94,30 @@ def _learn(tokens: int, topk: int, heads: int, dim: int, dense: bool) -> None:
 
 
 def _experts(rows: int, ranks: tuple[int, ...], dtype: torch.dtype) -> None:
-    ends = torch.tensor([rows // 3, rows // 3, rows - 1, rows], device="cuda").int()
     x, weight = _leaf(rows, 256, dtype=dtype), _leaf(4, 512, 256, dtype=dtype)
-    part = 512 // max(1, len(ranks))
-    pairs = [
-        GroupedPair(_leaf(4, rank, 256, dtype=dtype), _leaf(4, part, rank, dtype=dtype), 0.5)
-        for rank in ranks
-    ]
-    gate_up = grouped_linear(x, weight, ends, pairs)
+    gate_up = grouped_linear(x, weight, _ends(rows), _pairs(ranks, dtype))
     probs = _leaf(rows, dtype=torch.float32)
     out = weighted_swiglu(gate_up, probs)
     out.backward(torch.randn_like(out))
+
+
+def _frozen(rows: int, ranks: tuple[int, ...], dtype: torch.dtype, fp8_compute: bool) -> None:
+    x, weight = _leaf(rows, 256, dtype=dtype), quantise(torch.randn(4, 512, 256, device="cuda"))
+    pairs = _pairs(ranks, dtype)
+    y = grouped_linear(x, weight, _ends(rows), pairs, fp8_compute=fp8_compute)
+    y.backward(torch.randn_like(y))
+
+
+def _ends(rows: int) -> Tensor:
+    return torch.tensor([rows // 3, rows // 3, rows - 1, rows], device="cuda").int()
+
+
+def _pairs(ranks: tuple[int, ...], dtype: torch.dtype) -> list[GroupedPair]:
+    part = 512 // max(1, len(ranks))
+    return [
+        GroupedPair(_leaf(4, rank, 256, dtype=dtype), _leaf(4, part, rank, dtype=dtype), 0.5)
+        for rank in ranks
+    ]
 
 
 def _leaf(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from glm5.errors import BackendError
+from glm5.errors import BackendError, MegatronCoreError
 from glm5.ops.indexer_kl.inputs import SumOverRanks
+from glm5.runtime.megatron_core import PINNED, probe_core
 
 
 class Backend(Protocol):
@@ -86,6 +87,8 @@ class _Entry(NamedTuple):
     remedy: str
     needs_cuda: bool = False
     needs_hopper: bool = False
+    needs_core: str = ""
+    """The field of MegatronCore that says whether the installed release has its functions."""
 
 
 _BACKENDS = {
@@ -95,6 +98,7 @@ _BACKENDS = {
         "glm5.ops.tilelang_backend",
         "pip install tilelang==0.1.15, on a machine with an NVIDIA GPU",
         needs_cuda=True,
+        needs_core="tilelang_kernels",
     ),
     "cudnn": _Entry(
         "glm5.ops.cudnn_backend",
@@ -102,7 +106,9 @@ _BACKENDS = {
         needs_cuda=True,
         needs_hopper=True,
     ),
-    "megatron": _Entry("glm5.ops.peers", "pip install megatron-core==0.19.2"),
+    "megatron": _Entry(
+        "glm5.ops.peers", f"pip install megatron-core=={PINNED}", needs_core="dsa_functions"
+    ),
 }
 _HOPPER = "an NVIDIA Hopper GPU: compute capability (9, 0)"
 _DEFAULTS = {"cpu": "torch", "cuda": "triton"}
@@ -111,12 +117,14 @@ _DEFAULTS = {"cpu": "torch", "cuda": "triton"}
 def get_backend(name: str) -> Backend:
     """The backend module of that name, imported now and not before.
 
-    Raises BackendError when the name is unknown, or when the backend cannot run here.
+    Raises BackendError when the name is unknown, or when the backend cannot run here, and
+    MegatronCoreError where it is made of a Megatron-Core that is not known.
     """
     if name not in _BACKENDS:
         raise BackendError("unknown attention backend", got=name, expected=_listed(_BACKENDS))
     entry = _BACKENDS[name]
     _check_device(name, entry)
+    _check_core(name, entry)
     try:
         return cast(Backend, import_module(entry.module))
     except (ImportError, OSError) as error:
@@ -139,6 +147,20 @@ def _check_device(name: str, entry: _Entry) -> None:
         got=got,
         expected=_HOPPER if entry.needs_hopper else "an NVIDIA GPU",
         remedy=entry.remedy,
+    )
+
+
+def _check_core(name: str, entry: _Entry) -> None:
+    if not entry.needs_core:
+        return
+    core = probe_core()
+    if getattr(core, entry.needs_core):
+        return
+    raise BackendError(
+        f"the attention backend {name!r} cannot run here",
+        got=f"megatron-core {core.version}, which does not have its functions ({entry.needs_core})",
+        expected="megatron-core 0.19, the first with them",
+        remedy=f'pip install megatron-core=={PINNED}, or use the backend "triton" or "torch"',
     )
 
 
@@ -165,7 +187,7 @@ def backend_report() -> list[BackendStatus]:
 def _status(name: str) -> BackendStatus:
     try:
         get_backend(name)
-    except BackendError as error:
+    except (BackendError, MegatronCoreError) as error:
         return BackendStatus(name, False, str(error))
     return BackendStatus(name, True, "")
 

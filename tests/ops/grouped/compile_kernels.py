@@ -12,7 +12,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from glm5.ops.grouped import hopper_matmul, triton_matmul, triton_narrow, triton_sums
+from glm5.ops.grouped import (
+    hopper_exact,
+    hopper_fp8,
+    hopper_matmul,
+    triton_matmul,
+    triton_narrow,
+    triton_sums,
+)
 from glm5.ops.grouped.triton_factors import Factors
 
 WIDTH, OUT, RANK = 6144, 4096, 16
@@ -80,8 +87,13 @@ def compile_matmul(
     options = triton_matmul.block_options(x, block) | {"UPCAST": False}
     launch = {name: options.pop(name) for name in ("num_warps", "num_stages")}
     tail = RANK if forward else RANK * max(1, num_pairs)
+    scales = {
+        "w_scales_ptr": "*bf16", "x_scales_ptr": "*bf16", "grid_rows": "i32", "grid_columns": "i32",
+        "x_pieces": "i32", "IS_SCALED": False, "IS_QUANTISED": False, "SCALE_ROWS": 1,
+        "SCALE_COLUMNS": 1,
+    }  # fmt: skip
     arguments = {
-        "x": f"tensordesc<bf16[{block.rows}, {block.depth}]>",
+        **scales, "x": f"tensordesc<bf16[{block.rows}, {block.depth}]>",
         "weight": f"tensordesc<bf16{rows}>",
         "out_ptr": "*bf16", "low_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
         **_pairs(max(1, num_pairs)),
@@ -141,24 +153,71 @@ def compile_hopper(num_pairs: int, forward: bool) -> Any:
     w_block = [256, 64] if forward else [64, 256]
     arguments = {
         "x_desc": _gluon_descriptor([128, 64]), "w_desc": _gluon_descriptor(w_block),
-        "low_desc": _gluon_descriptor([128, 64]), "out_desc": _gluon_descriptor([64, 128]),
-        "factor_0": _gluon_descriptor([1, *w_block]), "factor_1": _gluon_descriptor([1, *w_block]),
-        "out_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
-        "group_stride_0": 1, "group_stride_1": 1,
-        **dict.fromkeys(("depth", "out_columns", "part_columns"), "i32"),
-        "PARTS": Constant(tuple(range(num_pairs))), "RANK": RANK, "RANK_STEPS": 1,
-        "FORWARD": forward, "TOGETHER": 8, "STAGES": 4,
+        **_hopper_arguments(num_pairs, forward, w_block), "STAGES": hopper_matmul._STAGES,
     }  # fmt: skip
     kernel = hopper_matmul._grouped_matmul_hopper_kernel
     return compile_kernel(kernel, arguments, GluonASTSource, num_warps=4)
 
 
+def compile_exact(num_pairs: int, forward: bool) -> Any:
+    """The same with the weight in float8, exact."""
+    box, swizzle = ([128, 64], 64) if forward else ([64, 128], 128)
+    arguments = {
+        "x_desc": _gluon_descriptor([256, 64]), "q_desc": _fp8_descriptor(box, swizzle),
+        "scales_ptr": "*fp32", "grid_rows": "i32", "grid_columns": "i32",
+        **_hopper_arguments(num_pairs, forward, [64, 64], rows=256, piece=64),
+        "STAGES": hopper_exact.STAGES,
+    }  # fmt: skip
+    kernel = hopper_exact._exact_matmul_hopper_kernel
+    return compile_kernel(kernel, arguments, GluonASTSource, num_warps=4)
+
+
+def compile_fp8(num_pairs: int, forward: bool) -> Any:
+    """The same in float8."""
+    x_stages, q_stages, w_stages = hopper_fp8.stages(forward=forward)
+    arguments = {
+        "x_desc": _fp8_descriptor([256, 128], 128), "w_desc": _fp8_descriptor([128, 128], 128),
+        "scale_desc": _descriptor("fp32", [1, 256], swizzle=0, bits=32),
+        "scales_ptr": "*fp32", "grid_rows": "i32", "grid_columns": "i32",
+        **_hopper_arguments(
+            num_pairs, forward, [128, 64] if forward else [64, 128],
+            rows=256, piece=64 if forward else 128,
+        ),
+        "X_STAGES": x_stages, "Q_STAGES": q_stages, "W_STAGES": w_stages,
+    }  # fmt: skip
+    kernel = hopper_fp8._fp8_matmul_hopper_kernel
+    return compile_kernel(kernel, arguments, GluonASTSource, num_warps=4)
+
+
+def _hopper_arguments(
+    num_pairs: int, forward: bool, factor: list[int], *, rows: int = 128, piece: int = 128
+) -> dict[str, Any]:
+    """What the kernels for Hopper share: rows of a tile, a tile of a factor, columns stored."""
+    return {
+        "low_desc": _gluon_descriptor([rows, 64]), "out_desc": _gluon_descriptor([64, piece]),
+        "factor_0": _gluon_descriptor([1, *factor]), "factor_1": _gluon_descriptor([1, *factor]),
+        "out_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
+        "group_stride_0": 1, "group_stride_1": 1,
+        **dict.fromkeys(("depth", "out_columns", "part_columns"), "i32"),
+        "PARTS": Constant(tuple(range(num_pairs))), "RANK": RANK, "RANK_STEPS": 1,
+        "FORWARD": forward, "TOGETHER": 8,
+    }  # fmt: skip
+
+
 def _gluon_descriptor(shape: list[int]) -> str:
+    return _descriptor("bf16", shape, swizzle=128, bits=16)
+
+
+def _fp8_descriptor(shape: list[int], swizzle: int) -> str:
+    return _descriptor("fp8e4nv", shape, swizzle=swizzle, bits=8)
+
+
+def _descriptor(dtype: str, shape: list[int], *, swizzle: int, bits: int) -> str:
     layout = (
-        f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank={len(shape)}, "
-        "transposed=False, fp4_padded=False, cga_layout=[])"
+        f"NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={bits}, "
+        f"rank={len(shape)}, transposed=False, fp4_padded=False, cga_layout=[])"
     )
-    return f"tensordesc<bf16{shape},{layout}>"
+    return f"tensordesc<{dtype}{shape},{layout}>"
 
 
 def report(kernel: Any) -> dict[str, int]:
@@ -180,6 +239,10 @@ def main() -> None:
         "input_grads": compile_matmul(2, forward=False),
         "hopper_forward": compile_hopper(2, forward=True),
         "hopper_input_grads": compile_hopper(2, forward=False),
+        "exact_forward": compile_exact(2, forward=True),
+        "exact_input_grads": compile_exact(2, forward=False),
+        "fp8_forward": compile_fp8(2, forward=True),
+        "fp8_input_grads": compile_fp8(2, forward=False),
         "low": compile_narrow(2, is_a=True),
         "grad_low": compile_narrow(2, is_a=False),
         "a_grads": compile_sums(2, is_a=True),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from glm5.ops.block_scaled import BlockScaled
 from glm5.ops.grouped.inputs import GroupedPair
 from glm5.ops.grouped.matmul import grouped_product, row_tiles
 from glm5.ops.grouped.triton_factors import Factors
@@ -18,10 +19,12 @@ from glm5.ops.grouped.weight_grads import weight_grads
 
 def grouped_linear_fused(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | BlockScaled,
     ends: Tensor,
     pairs: Sequence[GroupedPair | None] = (),
     pair_input: Tensor | None = None,
+    *,
+    fp8_compute: bool = False,
 ) -> Tensor:
     """See grouped_linear. Products take the dtype of x and are summed in fp32 in a fixed order.
 
@@ -34,17 +37,29 @@ def grouped_linear_fused(
         num_parts=max(1, len(pairs)) if given else 1,
         parts=tuple(part for part, _ in given),
         scales=tuple(float(pair.scale) for _, pair in given),
+        block=weight.block if isinstance(weight, BlockScaled) else None,
+        fp8_compute=fp8_compute,
     )
+    tensors = (weight.values, weight.scales) if isinstance(weight, BlockScaled) else (weight, None)
     a, b = [pair.a for _, pair in given], [pair.b for _, pair in given]
-    return _GroupedLinearFunction.apply(form, x, weight, ends, pair_input, *a, *b)
+    return _GroupedLinearFunction.apply(form, x, *tensors, ends, pair_input, *a, *b)
 
 
 class _Form(NamedTuple):
-    """How many equal parts the out_features have, and which of them have a pair, with its scale."""
+    """How many equal parts the out_features have, which of them have a pair, with its scale, and
+    the blocks of a block-scaled weight."""
 
     num_parts: int
     parts: tuple[int, ...]
     scales: tuple[float, ...]
+    block: tuple[int, int] | None
+    fp8_compute: bool
+
+    def weight(self, values: Tensor, scales: Tensor | None) -> Tensor | BlockScaled:
+        """The weight that these tensors are."""
+        if self.block is None or scales is None:
+            return values.contiguous()
+        return BlockScaled(values, scales, self.block).contiguous()
 
     def factors(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> Factors:
         return Factors.of(tensors, ranks, self.parts, self.scales)
@@ -56,12 +71,13 @@ class _GroupedLinearFunction(torch.autograd.Function):
         ctx: Any,
         form: _Form,
         x: Tensor,
-        weight: Tensor,
+        values: Tensor,
+        scales: Tensor | None,
         ends: Tensor,
         pair_input: Tensor | None,
         *factors: Tensor,
     ) -> Tensor:
-        x, weight = x.contiguous(), weight.contiguous()
+        x, weight = x.contiguous(), form.weight(values, scales)
         a, b = _sides(form, factors)
         pair_input = None if pair_input is None else pair_input.contiguous()
         tiles = row_tiles(x, ends)
@@ -70,14 +86,14 @@ class _GroupedLinearFunction(torch.autograd.Function):
             low = narrow_product(x if pair_input is None else pair_input, a, tiles, is_a=True)
         y = grouped_product(
             x, weight, tiles, low, b, (len(x), weight.shape[1]),
-            forward=True, num_parts=form.num_parts,
+            forward=True, num_parts=form.num_parts, fp8_compute=form.fp8_compute,
         )  # fmt: skip
         needs = _Needs.of(ctx.needs_input_grad, len(form.parts))
         ctx.form, ctx.tiles = form, tiles
         ctx.save_for_backward(
             x if needs.weight or (needs.a and pair_input is None) else None,
             pair_input if needs.a else None,
-            weight, low if needs.b else None, *factors,
+            values, scales, low if needs.b else None, *factors,
         )  # fmt: skip
         ctx.shape = x.shape
         ctx.has_own_input = pair_input is not None
@@ -86,8 +102,9 @@ class _GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, pair_input, weight, low, *factors = ctx.saved_tensors
+        x, pair_input, values, scales, low, *factors = ctx.saved_tensors
         form, tiles = ctx.form, ctx.tiles
+        weight = form.weight(values, scales)
         needs = _Needs.of(ctx.needs_input_grad, len(form.parts))
         grad = grad.contiguous()
         a, b = _sides(form, factors)
@@ -106,7 +123,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
             grad_a = _factor_grads(seen, grad_low, a, chunks, is_a=True)
         if needs.b:
             grad_b = _factor_grads(grad, low, b, chunks, is_a=False)
-        return None, grad_x, grad_weight, None, grad_seen, *grad_a, *grad_b
+        return None, grad_x, grad_weight, None, None, grad_seen, *grad_a, *grad_b
 
 
 class _Needs(NamedTuple):
@@ -120,7 +137,7 @@ class _Needs(NamedTuple):
 
     @classmethod
     def of(cls, asked: Sequence[bool], num_pairs: int) -> "_Needs":
-        _, x, weight, _, pair_input, *factors = asked
+        _, x, weight, _, _, pair_input, *factors = asked
         return cls(x, weight, pair_input, any(factors[:num_pairs]), any(factors[num_pairs:]))
 
 
@@ -132,16 +149,18 @@ def _sides(form: _Form, factors: Sequence[Tensor]) -> tuple[Factors, Factors]:
 
 
 def _input_grads(
-    ctx: Any, needs: _Needs, grad: Tensor, weight: Tensor, grad_low: Tensor | None, a: Factors
-) -> tuple[Tensor | None, Tensor | None]:
+    ctx: Any, needs: _Needs, grad: Tensor, weight: Tensor | BlockScaled, grad_low: Tensor | None,
+    a: Factors,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of x and of pair_input; where both are one tensor, in one product."""
     grad_x = grad_seen = None
 
-    def product(weight: Tensor | None, low: Tensor | None) -> Tensor:
+    def product(weight: Tensor | BlockScaled | None, low: Tensor | None) -> Tensor:
         factors = None if low is None else a
         return grouped_product(
-            grad, weight, ctx.tiles, low, factors, ctx.shape, forward=False, num_parts=1
-        )
+            grad, weight, ctx.tiles, low, factors, ctx.shape,
+            forward=False, num_parts=1, fp8_compute=ctx.form.fp8_compute,
+        )  # fmt: skip
 
     if needs.x:
         grad_x = product(weight, None if ctx.has_own_input else grad_low)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glm5.ops.block_scaled.weight import BlockScaled
+
 # The low-rank side of a tile lies in a multiprocessor's shared memory.
 MAX_RANK = 128
 
@@ -25,16 +27,22 @@ class GroupedPair:
 
 def check_inputs(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | BlockScaled,
     ends: Tensor,
     pairs: Sequence[GroupedPair | None],
     pair_input: Tensor | None,
+    *,
+    fp8_compute: bool,
 ) -> None:
     """Assert that the tensors of grouped_linear fit together; the model makes them, not a user."""
     n, out_features, in_features = weight.shape
     assert x.ndim == 2 and x.shape[1] == in_features, f"x {x.shape}, weight {weight.shape}"
     assert ends.shape == (n,) and ends.dtype == torch.int32, f"ends {ends.shape} {ends.dtype}"
-    assert x.dtype == weight.dtype, f"x {x.dtype}, weight {weight.dtype}"
+    if isinstance(weight, BlockScaled):
+        assert x.is_floating_point(), f"x {x.dtype}"
+    else:
+        assert x.dtype == weight.dtype, f"x {x.dtype}, weight {weight.dtype}"
+        assert not fp8_compute, "a product in float8 needs a block-scaled weight"
     assert pair_input is None or pair_input.shape == x.shape, f"pair_input {pair_input.shape}"
     rows = out_features // max(1, len(pairs))
     for shared in ({len(p.a) for p in pairs if p}, {len(p.b) for p in pairs if p}):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from glm5.ops.block_scaled.weight import BlockScaled
 from glm5.ops.grouped.inputs import GroupedPair, check_inputs
 from glm5.ops.grouped.reference import grouped_linear_reference
 
@@ -14,10 +15,12 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def grouped_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | BlockScaled,
     ends: Tensor,
     pairs: Sequence[GroupedPair | None] = (),
     pair_input: Tensor | None = None,
+    *,
+    fp8_compute: bool = False,
 ) -> Tensor:
     """y_i = W_g x_i, and + scale B_g A_g x_i, for each row i of group g (arXiv 2106.09685).
 
@@ -30,11 +33,14 @@ def grouped_linear(
     -> y [t, out_features], in the dtype of x. Differentiable in x, pair_input, weight, and both
     factors of every pair; a factor shared by all groups gets the sum over groups; an empty group
     gets zeros. The fused kernels give the same bits every time.
+
+    A block-scaled weight is frozen: the products are those with it rounded to the dtype of x, tile
+    by tile, or in float8 with `fp8_compute` (see frozen_linear).
     """
-    check_inputs(x, weight, ends, pairs, pair_input)
+    check_inputs(x, weight, ends, pairs, pair_input, fp8_compute=fp8_compute)
     if not x.is_cuda or x.dtype not in FUSED_DTYPES:
-        return grouped_linear_reference(x, weight, ends, pairs, pair_input)
+        return grouped_linear_reference(x, weight, ends, pairs, pair_input, fp8_compute=fp8_compute)
     # Triton is imported only where its kernels run.
     from glm5.ops.grouped.autograd import grouped_linear_fused
 
-    return grouped_linear_fused(x, weight, ends, pairs, pair_input)
+    return grouped_linear_fused(x, weight, ends, pairs, pair_input, fp8_compute=fp8_compute)

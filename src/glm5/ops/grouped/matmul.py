@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from glm5.ops.block_scaled import BlockScaled
 from glm5.ops.devices import is_hopper
 from glm5.ops.grouped.triton_factors import Factors
 from glm5.ops.grouped.triton_matmul import choose_tiles, grouped_matmul, tail_depth
@@ -19,27 +20,32 @@ def row_tiles(x: Tensor, ends: Tensor) -> RowTiles:
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor | None, tiles: RowTiles, low: Tensor | None,
+    x: Tensor, weight: Tensor | BlockScaled | None, tiles: RowTiles, low: Tensor | None,
     factors: Factors | None, shape: tuple[int, int], *, forward: bool, num_parts: int,
+    fp8_compute: bool = False,
 ) -> Tensor:  # fmt: skip
     """See grouped_matmul. tiles: of row_tiles.
 
-    On Hopper the Gluon kernel where fits_hopper says so: 2-byte dtypes, at most two pairs, whole
+    On Hopper the Gluon kernels where fits_hopper says so: 2-byte dtypes, at most two pairs, whole
     tiles of 256 columns of a part and of 64 of the depth, tensors that begin at 16 bytes. Plain
-    Triton for everything else: any sizes and number of pairs, fp32, other GPUs.
+    Triton for everything else: any sizes, blocks and number of pairs, fp32, other GPUs.
     """
     columns = shape[1] // num_parts
     if weight is not None and is_hopper(x):
         # Gluon is experimental: it is imported only where its kernels run.
-        from glm5.ops.grouped.hopper_matmul import fits_hopper, grouped_matmul_hopper
+        from glm5.ops.grouped.hopper import fits_hopper, hopper_product
 
         if fits_hopper(x, weight, columns, factors):
-            return grouped_matmul_hopper(
-                x, weight, tiles, low, factors, shape, forward=forward, num_parts=num_parts
-            )
-    block = choose_tiles(x, tiles.block, columns, tail_depth(factors, forward=forward))
+            return hopper_product(
+                x, weight, tiles, low, factors, shape,
+                forward=forward, num_parts=num_parts, fp8_compute=fp8_compute,
+            )  # fmt: skip
+    tail = tail_depth(factors, forward=forward)
+    is_scaled = isinstance(weight, BlockScaled)
+    block = choose_tiles(x, tiles.block, columns, tail, is_scaled=is_scaled)
     if block.rows != tiles.block:
         tiles = RowTiles.of(tiles.ends, len(x), block.rows)
     return grouped_matmul(
-        x, weight, tiles, low, factors, shape, forward=forward, num_parts=num_parts, block=block
-    )
+        x, weight, tiles, low, factors, shape,
+        forward=forward, num_parts=num_parts, block=block, fp8_compute=fp8_compute,
+    )  # fmt: skip

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from glm5.ops.block_scaled import BlockScaled
+from glm5.ops.block_scaled.quantise import quantise_rows
 from glm5.ops.grouped.triton_factors import (
     Factors,
     is_interpreted,
@@ -82,12 +84,28 @@ def _tile_of(tile, num_row_tiles, num_column_tiles, TOGETHER: tl.constexpr):
 
 
 @triton.jit
+def _weight_scales(
+    scales_ptr, columns, ks, mask, grid_columns,
+    FORWARD: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The scale of each element of a weight's tile [depth, columns]."""
+    if FORWARD:
+        places = (columns // SCALE_ROWS * grid_columns)[None, :] + (ks // SCALE_COLUMNS)[:, None]
+    else:
+        places = (ks // SCALE_ROWS * grid_columns)[:, None] + (columns // SCALE_COLUMNS)[None, :]
+    return tl.load(scales_ptr + places, mask=mask, other=0.0)
+
+
+@triton.jit
 def _grouped_matmul_kernel(
     x, weight, out_ptr, low_ptr, table_ptr, count_ptr,
+    w_scales_ptr, x_scales_ptr, grid_rows, grid_columns, x_pieces,
     factors, ranks, group_strides, parts,
     num_slots, depth, out_columns, part_columns, in_features,
     RANK: tl.constexpr, FORWARD: tl.constexpr, HAS_BASE: tl.constexpr, HAS_PAIRS: tl.constexpr,
     TAIL: tl.constexpr, TAIL_STEP: tl.constexpr, USE_TMA: tl.constexpr,
+    IS_SCALED: tl.constexpr, IS_QUANTISED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -141,6 +159,21 @@ def _grouped_matmul_kernel(
                     else:
                         w_ptrs = w_group + ks[:, None] * out_columns + columns[None, :]
                     w_tile = tl.load(w_ptrs, mask=mask, other=0.0)
+                    if IS_SCALED:
+                        w_tile = w_tile.to(tl.float32) * _weight_scales(
+                            w_scales_ptr + group.to(tl.int64) * grid_rows * grid_columns,
+                            columns, ks, mask, grid_columns, FORWARD, SCALE_ROWS, SCALE_COLUMNS,
+                        )  # fmt: skip
+                        if IS_QUANTISED:
+                            piece = ks // (SCALE_COLUMNS if FORWARD else SCALE_ROWS)
+                            x_scales = tl.load(
+                                x_scales_ptr + rows.to(tl.int64)[:, None] * x_pieces
+                                + piece[None, :],
+                                mask=(rows < last)[:, None] & (ks < depth)[None, :], other=0.0,
+                            )  # fmt: skip
+                            x_tile = x_tile.to(tl.float32) * x_scales
+                        else:
+                            w_tile = w_tile.to(x_tile.dtype)
                     if UPCAST:
                         x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
                     acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
@@ -164,21 +197,24 @@ def _grouped_matmul_kernel(
 
 
 def grouped_matmul(
-    x: Tensor, weight: Tensor | None, tiles: RowTiles, low: Tensor | None, factors: Factors | None,
-    shape: tuple[int, int], *, forward: bool, num_parts: int, block: MatmulTiles,
+    x: Tensor, weight: Tensor | BlockScaled | None, tiles: RowTiles, low: Tensor | None,
+    factors: Factors | None, shape: tuple[int, int], *, forward: bool, num_parts: int,
+    block: MatmulTiles, fp8_compute: bool = False,
 ) -> Tensor:  # fmt: skip
     """Forward: x W_g^T + low b_g^T; else x W_g + low a_g, for the rows of each group.
 
     x [t, in or out], low [t, slots] contiguous, weight [n, out, in] contiguous, or None for the
     pairs' part alone; factors: b forward, a else; shape: that of the result; num_parts: equal
-    parts of the result's columns, forward -> [t, out or in] in the dtype of x.
+    parts of the result's columns, forward -> [t, out or in] in the dtype of x. With `fp8_compute`
+    the rows of x are quantised first; the products of what they and a block-scaled weight stand for
+    are those of fp32.
     """
     out = x.new_empty(shape)
     if out.numel() == 0:
         return out
     depth = x.shape[1]
-    use_tma = weight is not None and _takes_tma(x, weight, depth, block)
-    given: list[Any] = [x, x if weight is None else weight]
+    use_tma = isinstance(weight, Tensor) and _takes_tma(x, weight, depth, block)
+    given, scale_arguments = _operands(x, weight, forward=forward, fp8_compute=fp8_compute)
     if use_tma:
         w_block = [block.columns, block.depth] if forward else [block.depth, block.columns]
         given = [
@@ -195,13 +231,37 @@ def grouped_matmul(
     part_columns = shape[1] // num_parts
     bound = tiles.num_bound * num_parts * triton.cdiv(part_columns, block.columns)
     _grouped_matmul_kernel[(min(num_programs, bound),)](
-        *given, out, x if low is None else low, tiles.table, tiles.num_tiles,
+        *given, out, x if low is None else low, tiles.table, tiles.num_tiles, **scale_arguments,
         num_slots=0 if low is None else low.shape[1], depth=depth, out_columns=shape[1],
         part_columns=part_columns, in_features=shape[1], **pair_arguments,
         FORWARD=forward, HAS_BASE=weight is not None, HAS_PAIRS=has_pairs,
         TAIL=tail, TAIL_STEP=min(tail, TAIL_STEP), USE_TMA=use_tma, **block_options(x, block),
     )  # fmt: skip
     return out
+
+
+def _operands(
+    x: Tensor, weight: Tensor | BlockScaled | None, *, forward: bool, fp8_compute: bool
+) -> tuple[list[Any], dict[str, Any]]:
+    """What the kernel multiplies, and its arguments about scales."""
+    scales: dict[str, Any] = {
+        "w_scales_ptr": x, "x_scales_ptr": x, "grid_rows": 0, "grid_columns": 0, "x_pieces": 0,
+        "IS_SCALED": False, "IS_QUANTISED": False, "SCALE_ROWS": 1, "SCALE_COLUMNS": 1,
+    }  # fmt: skip
+    if not isinstance(weight, BlockScaled):
+        return [x, x if weight is None else weight], scales
+    scales |= {
+        "w_scales_ptr": weight.scales, "grid_rows": weight.scales.shape[1],
+        "grid_columns": weight.scales.shape[2], "IS_SCALED": True,
+        "SCALE_ROWS": weight.block[0], "SCALE_COLUMNS": weight.block[1],
+    }  # fmt: skip
+    if not fp8_compute:
+        return [x, weight.values], scales
+    values, row_scales = quantise_rows(x, weight.block[1 if forward else 0])
+    scales |= {
+        "x_scales_ptr": row_scales, "x_pieces": row_scales.shape[1], "IS_QUANTISED": True
+    }  # fmt: skip
+    return [values, weight.values], scales
 
 
 def block_options(x: Tensor, block: MatmulTiles) -> dict[str, Any]:
@@ -225,8 +285,11 @@ def tail_depth(factors: Factors | None, *, forward: bool) -> int:
     return factors.padded_rank * together
 
 
-def choose_tiles(x: Tensor, rows: int, columns: int, tail: int) -> MatmulTiles:
-    """Tiles of so many rows, or of 64, by the dtype, the narrowest part, the tail and the GPU.
+def choose_tiles(
+    x: Tensor, rows: int, columns: int, tail: int, *, is_scaled: bool = False
+) -> MatmulTiles:
+    """Tiles of so many rows, or of 64, by the dtype, the narrowest part, the tail and the GPU;
+    small ones where weights have scales: their tiles are made in registers.
 
     Tiles of 128 rows with a tail of several steps were wrong on an H200 with Triton 3.6.
     The widest one was the fastest of six on an H200; GPUs with less memory in a multiprocessor
@@ -234,6 +297,8 @@ def choose_tiles(x: Tensor, rows: int, columns: int, tail: int) -> MatmulTiles:
     """
     if x.element_size() != 2:
         return MatmulTiles(rows, 64, 32, 8, 4, 2, 4)
+    if is_scaled:
+        return MatmulTiles(64, 64, 32, 8, 4, 2, 4)
     is_large = _has_hopper_memory(x)
     if rows == 128 and columns >= 256 and tail <= TAIL_STEP and is_large:
         return MatmulTiles(rows, 256, 64, 8, 8, 4, 1)
