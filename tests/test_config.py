@@ -175,6 +175,18 @@ def test_fp8_quantization() -> None:
     assert config.to_hf_dict()["quantization_config"] == FP8
 
 
+@pytest.mark.parametrize("old", [{"dtype": "bfloat16"}, {"torch_dtype": "bfloat16", "dtype": None}])
+def test_another_dtype_keeps_all_else(old: dict[str, Any]) -> None:
+    config = read(quantization_config=FP8, latent_norm_eps=1e-5, **old)
+    other = config.in_dtype("float32")
+    assert other.dtype == "float32" == other.to_hf_dict()["dtype"]
+    assert "torch_dtype" not in other.to_hf_dict()
+    same = {"dtype": "bfloat16", "hf_raw": config.hf_raw}
+    assert other.model_copy(update=same) == config
+    with pytest.raises(ConfigError):
+        config.in_dtype("int8")
+
+
 def test_dequantised_config_is_written_without_quantization() -> None:
     config = read(quantization_config=FP8).model_copy(update={"fp8": None})
     assert "quantization_config" not in config.to_hf_dict()

@@ -213,6 +213,12 @@ class Glm5Config(BaseModel):
             )
         return written
 
+    def in_dtype(self, dtype: str) -> Self:
+        """The same model with weights of another dtype; ConfigError when it is none."""
+        raw = self.to_hf_dict()
+        raw.pop("torch_dtype", None)
+        return type(self).from_hf_dict(raw | {"dtype": dtype})
+
     @property
     def qk_head_dim(self) -> int:
         """Width of a query or key head before absorption: nope + rope."""

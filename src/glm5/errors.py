@@ -41,6 +41,10 @@ class BackendError(Glm5Error, ValueError):
     """An attention backend that is unknown or cannot run here."""
 
 
+class MegatronCoreError(Glm5Error, ValueError):
+    """An installed Megatron-Core that is not known here."""
+
+
 class LayoutError(Glm5Error, ValueError):
     """A parallel layout that this model cannot be built on."""
 

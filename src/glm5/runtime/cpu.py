@@ -104,6 +104,7 @@ def enable_cpu_runtime() -> None:
     _answer_torch_cuda()
     _answer_megatron_rng()
     _answer_jit_fuser()
+    _answer_transformer_engine()
     _MODE.active = True
     _MODE.__enter__()
 
@@ -156,3 +157,10 @@ def _answer_megatron_rng() -> None:
 def _answer_jit_fuser() -> None:
     """Fused element-wise helpers are compiled on first use, which takes a minute on a CPU."""
     torch._dynamo.config.disable = True
+
+
+def _answer_transformer_engine() -> None:
+    """Where it is installed routers multiply with its kernel, which needs a GPU."""
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None

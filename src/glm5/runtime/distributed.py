@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from glm5.errors import ConfigError, LayoutError
 from glm5.runtime.failures import DEFAULT_TIMEOUT_MINUTES
+from glm5.runtime.megatron_core import complete_core
+from glm5.runtime.stand_in import STAND_IN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,7 @@ def ensure_distributed(
     """
     from megatron.core import parallel_state, tensor_parallel
 
+    complete_core()
     if device.type == "cpu":
         from glm5.runtime.cpu import enable_cpu_runtime
 
@@ -148,9 +151,13 @@ def _init_parallel_state(layout: Layout, timeout_minutes: float) -> None:
         expert_tensor_parallel_size=layout.etp,
         # any number of minutes will do
         distributed_timeout_minutes=timeout_minutes,
-        # a world that is only simulated has no peers for them
-        create_gloo_process_groups=dist.get_backend() != dist.Backend.FAKE,
+        create_gloo_process_groups=has_gloo_groups(),
     )
+
+
+def has_gloo_groups() -> bool:
+    """Whether ranks can also meet on their hosts: those of a simulated world have no peers."""
+    return dist.get_backend() != STAND_IN
 
 
 def current_layout() -> Layout:

@@ -1,4 +1,4 @@
-"""One rank of a world that does not exist: what it would build, without its peers or their GPUs."""
+"""One rank of a world that does not exist: what it builds and computes, without its peers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ import torch.distributed as dist
 from glm5.errors import LayoutError
 from glm5.runtime.cpu import enable_cpu_runtime
 from glm5.runtime.distributed import Layout, ensure_distributed, shut_down
+from glm5.runtime.stand_in import STAND_IN, register_stand_in
+from glm5.runtime.watched import Traffic, traffic_of
 
 
 @contextmanager
-def simulated_rank(rank: int, world_size: int, layout: Layout) -> Iterator[None]:
-    """Megatron's parallel state of `rank`; collectives move nothing and return at once.
+def simulated_rank(
+    rank: int, world_size: int, layout: Layout, device: torch.device | None = None
+) -> Iterator[Traffic]:
+    """Megatron's parallel state of `rank`; its collectives are local copies (see LocalCopies).
+
+    `device`, by default meta, is where the rank will compute. Yields what its collectives would
+    have moved.
 
     Raises:
         LayoutError: the layout does not divide the world, or this process already has a group.
@@ -29,9 +36,10 @@ def simulated_rank(rank: int, world_size: int, layout: Layout) -> Iterator[None]
         )
     if not torch.cuda.is_available():
         enable_cpu_runtime()
-    dist.init_process_group(dist.Backend.FAKE, rank=rank, world_size=world_size)
+    register_stand_in()
+    dist.init_process_group(STAND_IN, store=dist.HashStore(), rank=rank, world_size=world_size)
     try:
-        ensure_distributed(torch.device("meta"), layout)
-        yield
+        ensure_distributed(device or torch.device("meta"), layout)
+        yield traffic_of()
     finally:
         shut_down()
