@@ -115,6 +115,22 @@ def test_adapters_are_no_part_of_the_checkpoint(tiny_folder: TinyFolder) -> None
 
 
 def test_progress_adds_up_to_the_model(tiny_folder: TinyFolder) -> None:
-    heard: list[int] = []
-    model = load_model(tiny_folder("5"), include_mtp=True, progress=heard.append)
-    assert sum(heard) == sum(tensor.nbytes for tensor in mcore_tensors(model).values())
+    heard: list[tuple[int, int]] = []
+    model = load_model(
+        tiny_folder("5"), include_mtp=True, progress=lambda *told: heard.append(told)
+    )
+    total = sum(tensor.nbytes for tensor in mcore_tensors(model).values())
+    assert {told for _, told in heard} == {total}
+    done = [count for count, _ in heard]
+    assert done == sorted(set(done)) and done[-1] == total
+
+
+def test_progress_of_float8_weights_counts_values_and_scales(fp8_folder: TinyFolder) -> None:
+    heard: list[tuple[int, int]] = []
+    model = load_model(
+        fp8_folder("5"), base_weights="fp8", progress=lambda *told: heard.append(told)
+    )
+    held = [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("scale_inv"))]
+    biases = sum(b.nbytes for n, b in model.named_buffers() if n.endswith("expert_bias"))
+    total = sum(tensor.nbytes for tensor in held) + biases
+    assert heard[-1] == (total, total)

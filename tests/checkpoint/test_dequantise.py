@@ -7,11 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.dequantise import readable_by_transformers, rewrite_checkpoint
+from glm5.checkpoint.dequantise import (
+    as_float8_base,
+    readable_by_transformers,
+    rewrite_checkpoint,
+)
 from glm5.checkpoint.fp8 import open_checkpoint
-from glm5.checkpoint.hf_layout import check_hf_tensors
+from glm5.checkpoint.hf_layout import check_hf_tensors, hf_tensors
 from glm5.checkpoint.safetensors_io import SafetensorsReader
 from glm5.config import Glm5Config
+from glm5.ops.block_scaled import BlockScaled, quantise
 from tests.tiny_models import TinyFolder
 
 
@@ -65,3 +70,28 @@ def test_only_fp8_is_copied_and_the_copy_goes(tiny_folder: TinyFolder) -> None:
     with readable_by_transformers(quantised, Glm5Config.from_hf(quantised)) as readable:
         assert readable != quantised and (readable / "config.json").is_file()
     assert not readable.exists() and quantised.exists()
+
+
+@pytest.mark.parametrize("is_fp8", [True, False])
+def test_a_float8_base_is_value_times_scale_in_fp32(tiny_folder: TinyFolder, is_fp8: bool) -> None:
+    """Also of a folder in bf16, in whose dtype the products would be rounded."""
+    folder = tiny_folder("5", fp8=is_fp8, dtype="bfloat16")
+    glm5 = Glm5Config.from_hf(folder)
+    layout = hf_tensors(glm5)
+    with (
+        as_float8_base(folder, glm5) as made,
+        SafetensorsReader(folder) as source,
+        SafetensorsReader(made) as copy,
+    ):
+        assert Glm5Config.from_hf(made).fp8 is None
+        assert set(copy.names()) == set(layout)
+        for name, tensor in layout.items():
+            if not tensor.quantisable:
+                assert torch.equal(copy.read(name), source.read(name))
+                continue
+            if is_fp8:
+                weight = BlockScaled(source.read(name), source.read(f"{name}_scale_inv"))
+            else:
+                weight = quantise(source.read(name))
+            assert torch.equal(copy.read(name), weight.dequantise(torch.float32))
+    assert not made.exists()

@@ -6,9 +6,7 @@ from torch import Tensor
 
 from glm5.checkpoint.fp8 import (
     Fp8DequantReader,
-    dequantize_block,
     open_checkpoint,
-    quantize_block,
 )
 from glm5.checkpoint.safetensors_file import plan_of
 from glm5.checkpoint.safetensors_io import SafetensorsReader
@@ -40,71 +38,6 @@ def write(folder: Path, tensors: dict[str, Tensor]) -> SafetensorsReader:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
     return SafetensorsReader(folder)
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 1), (127, 128), (128, 129), (576, 257), (256, 0), (0, 5)]
-)
-def test_dequantise_is_the_definition(rows: int, columns: int) -> None:
-    weight, scale = random_fp8(rows, columns)
-    assert torch.equal(
-        dequantize_block(weight, scale, BLOCK, torch.float32), by_element(weight, scale)
-    )
-
-
-def test_blocks_need_not_be_square() -> None:
-    weight, scale = random_fp8(10, 11, (4, 3))
-    assert scale.shape == (3, 4)
-    expected = by_element(weight, scale, (4, 3))
-    assert torch.equal(dequantize_block(weight, scale, (4, 3), torch.float32), expected)
-
-
-def test_rounding_to_bfloat16_happens_once() -> None:
-    weight, scale = random_fp8(576, 256)
-    got = dequantize_block(weight, scale, BLOCK, torch.bfloat16)
-    assert torch.equal(got, by_element(weight, scale).bfloat16())
-    twice = weight.bfloat16() * scale.bfloat16().repeat_interleave(128, 0)[:576].repeat_interleave(
-        128, 1
-    )
-    assert not torch.equal(got, twice)
-
-
-def test_576_rows_have_a_ragged_fifth_block() -> None:
-    weight, scale = random_fp8(576, 128)
-    assert scale.shape == (5, 1)
-    out = dequantize_block(weight, scale, BLOCK, torch.float32)
-    assert torch.equal(out[512:], weight[512:].float() * scale[4])
-    # What a reader that derives the block from the scale grid would do: 576 / 5 rows.
-    with pytest.raises(CheckpointError, match="kv_a_scale_inv has the wrong shape"):
-        dequantize_block(weight, scale[:4], BLOCK, torch.float32, name="kv_a")
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(300, 200), (1, 130), (128, 128)])
-def test_quantise_then_dequantise_is_within_half_a_step(rows: int, columns: int) -> None:
-    weight = torch.randn(rows, columns)
-    values, scale = quantize_block(weight, BLOCK)
-    error = (dequantize_block(values, scale, BLOCK, torch.float32) - weight).abs()
-    # e4m3 keeps 3 bits: half a step is 2**-4 of the value, or of the smallest normal 2**-6.
-    step = torch.maximum(weight.abs(), scale.max() * 2.0**-6) * 2.0**-4
-    assert (error <= step * (1 + 1e-5)).all()
-    assert values.float().abs().max() == 448
-
-
-def test_a_block_of_zeros_stays_zero() -> None:
-    values, scale = quantize_block(torch.zeros(3, 3), BLOCK)
-    assert scale.item() == 1.0
-    assert not dequantize_block(values, scale, BLOCK, torch.float32).any()
-
-
-def test_wrong_dtypes_are_named() -> None:
-    weight, scale = random_fp8(4, 4)
-    for bad_weight, bad_scale in [
-        (weight.float(), scale),
-        (weight.float().to(torch.float8_e5m2), scale),
-        (weight, scale.bfloat16()),
-    ]:
-        with pytest.raises(CheckpointError, match=r"layers\.0\.w is not block-quantised"):
-            dequantize_block(bad_weight, bad_scale, BLOCK, torch.float32, name="layers.0.w")
 
 
 def test_reader_hides_scales_and_dequantises(tmp_path: Path) -> None:

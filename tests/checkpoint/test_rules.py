@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from glm5.checkpoint.glm5_rules import glm5_rules, hf_modules, mtp_hf_names, templates
 from glm5.checkpoint.hf_layout import hf_tensors
-from glm5.checkpoint.rules import GatedPair, Rename, Rule, check_total
+from glm5.checkpoint.rules import GatedPair, HalfSwap, Rename, Rule, check_total
 from glm5.checkpoint.safetensors_file import plan_of
 from glm5.checkpoint.safetensors_io import SafetensorsReader
 from glm5.checkpoint.safetensors_writer import SafetensorsWriter
@@ -289,3 +290,51 @@ def test_hf_to_megatron_to_hf_is_bitwise(variant: str) -> None:
     }
     assert back.keys() == source.keys()
     assert all(torch.equal(back[name], source[name]) for name in source)
+
+
+def heads(count: int, head_dim: int, *rest: int) -> Tensor:
+    """[count * head_dim, *rest], every value another one."""
+    size = (count * head_dim, *rest)
+    return torch.arange(math.prod(size), dtype=torch.float32).view(size)
+
+
+@pytest.mark.parametrize("rest", [(), (3,)])
+def test_half_swap_exchanges_the_halves_of_every_head(rest: tuple[int, ...]) -> None:
+    rule = HalfSwap("a.{layer}", "b.{layer}", 4, 2).fill(layer=1)
+    assert (rule.hf_names, rule.mcore_name) == (("a.1",), "b.1")
+    tensor = heads(3, 4, *rest)
+    swapped = rule.to_mcore([tensor])
+    assert torch.equal(swapped, tensor[[2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9]])
+    assert torch.equal(rule.to_hf(swapped)[0], tensor)
+    # its own inverse
+    assert torch.equal(rule.to_mcore([swapped]), tensor)
+
+
+@pytest.mark.parametrize("partition_dim", [0, 1])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_half_swap_of_shards_is_the_shards_of_the_swap(tp_size: int, partition_dim: int) -> None:
+    rule, tensor = HalfSwap("a", "b", 4, 2), heads(4, 4, 8).bfloat16()
+    reader = CountingReader(a=tensor)
+    shards = [
+        rule.load(reader, tp_rank=rank, tp_size=tp_size, partition_dim=partition_dim)
+        for rank in range(tp_size)
+    ]
+    assert torch.equal(torch.cat(shards, partition_dim), rule.to_mcore([tensor]))
+    assert torch.equal(rule.join(shards, partition_dim)[0], tensor)
+
+
+@pytest.mark.parametrize(("head_dim", "rope_dim"), [(4, 1), (4, 3), (2, 4), (3, 1), (0, 0), (4, 4)])
+def test_half_swap_refuses_a_rope_that_is_not_half_of_the_head(
+    head_dim: int, rope_dim: int
+) -> None:
+    with pytest.raises(CheckpointError, match="cannot be exchanged") as caught:
+        HalfSwap("a", "b", head_dim, rope_dim)
+    assert str(head_dim) in str(caught.value.got) and "half" in str(caught.value.expected)
+
+
+def test_half_swap_refuses_a_part_of_a_head() -> None:
+    rule = HalfSwap("a", "b", 4, 2)
+    with pytest.raises(CheckpointError, match="b does not consist of whole heads"):
+        rule.to_mcore([torch.zeros(6, 2)])
+    with pytest.raises(CheckpointError, match="whole heads"):
+        rule.load(CountingReader(a=torch.zeros(4, 2)), tp_size=2, partition_dim=0)

@@ -1,12 +1,16 @@
 """A checkpoint is written and read with a tensor or two in memory, however large it is."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from glm5.checkpoint.hf_layout import hf_tensors
+from glm5.config import Glm5Config
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -51,3 +55,22 @@ def test_reading_needs_a_shard_and_a_tensor(peaks: dict[str, float]) -> None:
 
 def test_reading_slices_needs_no_whole_tensors(peaks: dict[str, float]) -> None:
     assert peaks["read slices"] <= SHARD_MIB + SLACK_MIB
+
+
+def test_filling_float8_weights_needs_a_tensor_and_its_check(peaks: dict[str, float]) -> None:
+    """The values as they are read; then, without them, two bytes each while they are looked at."""
+    assert peaks["fill from float8"] <= SHARD_MIB + 2 * TENSOR_MIB + SLACK_MIB
+
+
+def test_quantising_on_the_way_needs_a_tensor_and_a_strip(peaks: dict[str, float]) -> None:
+    """The weight as it is read, half as much in float8, and one strip of eight in fp32."""
+    assert peaks["fill from bf16"] <= SHARD_MIB + 2 * TENSOR_MIB + SLACK_MIB
+
+
+@pytest.mark.parametrize("variant", ["glm5", "glm52"])
+def test_the_full_model_needs_less_than_4_gib_of_a_host(variant: str) -> None:
+    """On one tensor-parallel rank, where slices are largest: a tensor and its mapped pages."""
+    folder = Path(__file__).parents[2] / "src/glm5/configs"
+    config = Glm5Config.from_hf_dict(json.loads((folder / f"{variant}.json").read_text()))
+    sizes = [math.prod(tensor.shape) for tensor in hf_tensors(config).values()]
+    assert 2 * 2 * max(sizes) < 4 * 2**30

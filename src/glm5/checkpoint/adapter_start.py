@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from glm5.checkpoint.adapter_read import read_adapter
 from glm5.checkpoint.adapter_settings import AdapterSettings
 from glm5.checkpoint.convert import fill_targets, mcore_tensors
 from glm5.checkpoint.glm5_rules import glm5_rules
+from glm5.checkpoint.memory_reader import MemoryReader
 from glm5.checkpoint.names import summarise
 from glm5.checkpoint.trained import trained_modules
 from glm5.errors import AdapterError
@@ -139,7 +140,7 @@ def _start_modules(adapter: LoraAdapter, model: GPTModel, folder: Path) -> list[
         for rule in glm5_rules(model.config.glm5, include_mtp=False)
         if rule.hf_names[0] in wanted and tensors[rule.mcore_name].requires_grad
     ]
-    fill_targets(tensors, rules, _InMemory(adapter.modules, folder / WEIGHTS_FILE))
+    fill_targets(tensors, rules, MemoryReader(adapter.modules, folder / WEIGHTS_FILE))
     return [f"{summarise(other)} differ from the base's"] if other else []
 
 
@@ -164,33 +165,3 @@ def _raise_together(problems: list[str], folder: Path) -> None:
             "lora.train",
             remedy="set these as the adapter was trained, or leave lora.init_from out",
         )
-
-
-class _InMemory:
-    """A TensorReader of tensors by name."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], file: Path) -> None:
-        self._tensors = tensors
-        self._file = file
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
-    def file_of(self, name: str) -> Path:
-        del name
-        return self._file
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def read_slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        return self._tensors[name].narrow(dim, start, stop - start)
-
-    def close(self) -> None:
-        """Nothing is open."""

@@ -73,6 +73,9 @@ class CheckpointRecord(BaseModel):
     """Whether the MTP layer is among the tensors."""
     base: str | None = None
     """Adapters only: the Hugging Face folder or repository of the base weights."""
+    base_weights: Literal["dtype", "fp8"] = "dtype"
+    """Adapters only: fp8 where they trained on linears in float8, which a base of another dtype was
+    quantised to."""
     lora: LoraRecord | None = None
     """Adapters only."""
     inputs: dict[str, str] = {}

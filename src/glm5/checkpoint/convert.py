@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -10,11 +11,14 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from glm5.checkpoint.block_scaled import fill_block_scaled
 from glm5.checkpoint.rules import Rule, check_total
 from glm5.checkpoint.safetensors_io import TensorReader
 from glm5.errors import CheckpointError
 from glm5.lora.attach import base_name, is_adapter
+from glm5.model.frozen import BlockScaledWeight
 from glm5.model.names import GlobalNames, by_expert
+from glm5.ops.block_scaled import BlockScaled
 
 EXPERT_BIAS = ".router.expert_bias"
 
@@ -34,6 +38,22 @@ def mcore_tensors(model: GPTModel) -> dict[str, Tensor]:
     }
 
 
+def block_scaled_tensors(model: GPTModel) -> dict[str, BlockScaled]:
+    """Those of `mcore_tensors` that are in float8, with their scales."""
+    global_name, found = GlobalNames(model), {}
+    for path, module in model.named_modules():
+        if isinstance(module, BlockScaledWeight):
+            name = base_name(f"{path}.weight")
+            parts = zip(
+                by_expert(name, module.weight),
+                by_expert(name, module.weight_scale_inv),
+                strict=True,
+            )
+            for (one, values), (_, scales) in parts:
+                found[global_name(one)] = BlockScaled(values, scales, module.block)
+    return found
+
+
 def load_hf_weights(
     chunks: Sequence[GPTModel],
     reader: TensorReader,
@@ -41,20 +61,24 @@ def load_hf_weights(
     *,
     unused: Iterable[str] = (),
     exact: bool = False,
-    progress: Callable[[int], None] = lambda num_bytes: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Fills this rank's part of every tensor from the checkpoint, one rule at a time; collective.
 
     `unused` are tensors of the checkpoint that this model has no place for (an MTP layer that is
     not built). With `exact` a value that the model's dtype cannot hold is an error, else it is
-    rounded. Memory: the rank's model and its largest tensor; no other bytes are read. `progress`
-    hears the bytes of each target.
+    rounded. What the model holds in float8 is read as it is or quantised: see fill_block_scaled.
+    Memory: the rank's model and its largest tensor; no other bytes are read. `progress` hears of
+    (bytes filled, of how many), after each target.
 
     Raises:
         CheckpointError: a source or target is missing, extra, repeated, or of another shape.
     """
     rules = list(rules)
-    targets = {name: tensor for chunk in chunks for name, tensor in mcore_tensors(chunk).items()}
+    targets: dict[str, Tensor | BlockScaled] = {}
+    for chunk in chunks:
+        targets |= mcore_tensors(chunk)
+        targets |= block_scaled_tensors(chunk)
     left_out = set(unused)
     sources = [name for name in reader.names() if name not in left_out]
     check_total(rules, sources, _names_on_all_ranks(targets))
@@ -63,28 +87,33 @@ def load_hf_weights(
 
 @torch.no_grad()
 def fill_targets(
-    targets: dict[str, Tensor],
+    targets: Mapping[str, Tensor | BlockScaled],
     rules: Iterable[Rule],
     reader: TensorReader,
     *,
     exact: bool = False,
-    progress: Callable[[int], None] = lambda num_bytes: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Reads the parts of `targets`, this rank's `mcore_tensors`, and of nothing else.
+    """Reads the parts of `targets`, of this rank's `mcore_tensors`, and of nothing else.
 
     Raises:
         CheckpointError: a source cannot be cut for this rank, or is of another shape.
     """
+    done, total = 0, sum(target.nbytes for target in targets.values())
     for rule in rules:
         target = targets.get(rule.mcore_name)
         if target is None:
             continue
-        source = _load_part(rule, reader, target)
-        _check_shape(rule, reader, source, target)
-        target.copy_(source)
-        if exact:
-            _check_kept(rule, reader, source, target)
-        progress(target.nbytes)
+        if isinstance(target, BlockScaled):
+            fill_block_scaled(target, rule, reader, **_share(rule, target.values))
+        else:
+            source = load_part(rule, reader, target)
+            _check_shape(rule, reader, source, target)
+            target.copy_(source)
+            if exact:
+                _check_kept(rule, reader, source, target)
+        done += target.nbytes
+        progress(done, total)
 
 
 def hf_weights(tensors: dict[str, Tensor], rules: Iterable[Rule]) -> Iterator[tuple[str, Tensor]]:
@@ -102,21 +131,27 @@ def _names_on_all_ranks(targets: Iterable[str]) -> set[str]:
     return {name for names in everywhere for name in names}
 
 
-def _load_part(rule: Rule, reader: TensorReader, target: Tensor) -> Tensor:
-    """This rank's part of a tensor; experts are cut over ranks of their own."""
+def load_part(rule: Rule, reader: TensorReader, target: Tensor) -> Tensor:
+    """This rank's part of a tensor that is not in float8."""
+    return rule.load(reader, **_share(rule, target))
+
+
+class _Share(TypedDict):
+    tp_rank: int
+    tp_size: int
+    partition_dim: int | None
+
+
+def _share(rule: Rule, target: Tensor) -> _Share:
+    """Which part of a tensor this rank has; experts are cut over ranks of their own."""
     dim = partition_dim(target)
     if dim is None:
-        return rule.load(reader)
+        return _Share(tp_rank=0, tp_size=1, partition_dim=None)
     if is_expert(rule.mcore_name):
         group = parallel_state.get_expert_tensor_parallel_group()
     else:
         group = parallel_state.get_tensor_model_parallel_group()
-    return rule.load(
-        reader,
-        tp_rank=group.rank(),
-        tp_size=group.size(),
-        partition_dim=dim,
-    )
+    return _Share(tp_rank=group.rank(), tp_size=group.size(), partition_dim=dim)
 
 
 def partition_dim(target: Tensor) -> int | None:

@@ -12,51 +12,13 @@ from torch import Tensor
 from glm5.checkpoint.names import summarise
 from glm5.checkpoint.safetensors_io import SafetensorsReader, TensorReader, check_slice
 from glm5.errors import CheckpointError
+from glm5.ops.block_scaled import FP8_DTYPE, BlockScaled, scale_grid
 
 if TYPE_CHECKING:
     from glm5.config import Fp8Quantization, Glm5Config
 
-FP8_DTYPE = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
 SCALE_SUFFIX = "_scale_inv"
-
-
-def dequantize_block(
-    weight: Tensor,
-    scale_inv: Tensor,
-    block: tuple[int, int],
-    dtype: torch.dtype,
-    *,
-    name: str = "weight",
-) -> Tensor:
-    """Undo block quantisation: `w[i, j] = weight[i, j] * scale_inv[i // rows, j // columns]`.
-
-    weight [out, in] float8_e4m3fn; scale_inv [ceil(out / rows), ceil(in / columns)] float32, so
-    that the last block of either dimension may be ragged; the product is rounded once, to `dtype`.
-    Raises CheckpointError, naming the tensor, for another dtype or scale shape.
-    """
-    _check_dtypes(name, weight.dtype, scale_inv.dtype)
-    _check_scale_shape(name, tuple(weight.shape), tuple(scale_inv.shape), block)
-    return _scale_blocks(weight, scale_inv, block, dtype, offset=(0, 0))
-
-
-def quantize_block(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Quantise by blocks: `scale = amax / 448`, `values = weight / scale`.
-
-    weight [out, in] of any float dtype; returns values [out, in] float8_e4m3fn and scale_inv
-    [ceil(out / rows), ceil(in / columns)] float32. A block of zeros has scale 1.
-    """
-    rows, columns = block
-    values = torch.empty(weight.shape, dtype=FP8_DTYPE)
-    scale = torch.empty(_grid(tuple(weight.shape), block), dtype=torch.float32)
-    for i in range(scale.shape[0]):
-        for j in range(scale.shape[1]):
-            part = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
-            tile = weight[part].float()
-            amax = tile.abs().max()
-            scale[i, j] = amax / FP8_MAX if amax > 0 else 1.0
-            values[part] = (tile / scale[i, j]).to(FP8_DTYPE)
-    return values, scale
+FLOAT8_DTYPES = (FP8_DTYPE, torch.float8_e5m2)
 
 
 class Fp8DequantReader:
@@ -68,17 +30,17 @@ class Fp8DequantReader:
 
     def __init__(self, reader: TensorReader, fp8: Fp8Quantization, dtype: torch.dtype) -> None:
         self._reader = reader
-        self._block = fp8.weight_block_size
+        self.block = fp8.weight_block_size
         self._dtype = dtype
         names = reader.names()
-        self._scaled = {n for n in names if reader.dtype(n) in (FP8_DTYPE, torch.float8_e5m2)}
+        self._scaled = {n for n in names if reader.dtype(n) in FLOAT8_DTYPES}
         scales = {name for name in names if name.endswith(SCALE_SUFFIX)}
         self._names = [name for name in names if name not in scales]
         self._check_pairs(scales)
         for name in self._scaled:
             scale = name + SCALE_SUFFIX
             _check_dtypes(name, reader.dtype(name), reader.dtype(scale))
-            _check_scale_shape(name, reader.shape(name), reader.shape(scale), self._block)
+            _check_scale_shape(name, reader.shape(name), reader.shape(scale), self.block)
 
     def __enter__(self) -> Self:
         return self
@@ -108,24 +70,41 @@ class Fp8DequantReader:
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, dequantised."""
-        weight = self._reader.read(name)
         if name not in self._scaled:
-            return weight
-        scale = self._reader.read(name + SCALE_SUFFIX)
-        return _scale_blocks(weight, scale, self._block, self._dtype, offset=(0, 0))
+            return self._reader.read(name)
+        return self._dequantised(name, self.read_block_scaled(name))
 
     def read_slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Rows `start <= i < stop` of dimension `dim`, dequantised; need not fit the blocks."""
         if name not in self._scaled:
             return self._reader.read_slice(name, dim, start, stop)
+        return self._dequantised(name, self.read_block_scaled(name, (dim, start, stop)))
+
+    def is_block_scaled(self, name: str) -> bool:
+        """Whether the tensor is float8 below."""
+        return name in self._scaled
+
+    def read_block_scaled(self, name: str, part: tuple[int, int, int] | None = None) -> BlockScaled:
+        """A float8 tensor as it is stored, or rows `start <= i < stop` of a dimension of it:
+        (dim, start, stop). In finer blocks where the part does not begin on one."""
+        scale = name + SCALE_SUFFIX
+        if part is None:
+            return BlockScaled(self._reader.read(name), self._reader.read(scale), self.block)
+        dim, start, stop = part
         check_slice(name, self.shape(name), dim, start, stop)
-        size = self._block[dim]
+        size = self.block[dim]
         first, last = start // size, max(start // size, ceil(stop / size))
-        weight = self._reader.read_slice(name, dim, start, stop)
-        scale = self._reader.read_slice(name + SCALE_SUFFIX, dim, first, last)
-        skipped = start - first * size
-        offset = (skipped, 0) if dim == 0 else (0, skipped)
-        return _scale_blocks(weight, scale, self._block, self._dtype, offset=offset)
+        return BlockScaled.starting_inside(
+            self._reader.read_slice(name, dim, start, stop),
+            self._reader.read_slice(scale, dim, first, last),
+            self.block,
+            dim,
+            start - first * size,
+        )
+
+    def _dequantised(self, name: str, weight: BlockScaled) -> Tensor:
+        check_block_scaled(weight, name, self.file_of(name))
+        return weight.dequantise(self._dtype)
 
     def _check_pairs(self, scales: set[str]) -> None:
         needed = {name + SCALE_SUFFIX for name in self._scaled}
@@ -153,7 +132,7 @@ def open_checkpoint(folder: str | Path, config: Glm5Config) -> SafetensorsReader
     reader = SafetensorsReader(folder)
     if config.fp8 is not None:
         return Fp8DequantReader(reader, config.fp8, getattr(torch, config.dtype))
-    float8 = {n for n in reader.names() if reader.dtype(n) in (FP8_DTYPE, torch.float8_e5m2)}
+    float8 = {n for n in reader.names() if reader.dtype(n) in FLOAT8_DTYPES}
     if float8:
         raise CheckpointError(
             f"float8 tensors in {folder}, whose config.json has no quantization_config",
@@ -163,8 +142,24 @@ def open_checkpoint(folder: str | Path, config: Glm5Config) -> SafetensorsReader
     return reader
 
 
-def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    return tuple(ceil(size / step) for size, step in zip(shape, block, strict=True))
+def check_block_scaled(weight: BlockScaled, name: str, file: Path) -> None:
+    """Raise CheckpointError, naming tensor and file, unless every weight is a number.
+
+    Waits for the device.
+    """
+    if weight.values.is_meta:
+        return
+    bad_scales, bad_values = torch.stack(weight.count_faults()).tolist()
+    if not (bad_scales or bad_values):
+        return
+    # not how many scales: those of a part may be repeated
+    faults = {"scales that are not finite and positive": bad_scales, "NaN values": bad_values}
+    raise CheckpointError(
+        f"{name} in {file} is not a block-scaled weight",
+        got=" and ".join(fault for fault, count in faults.items() if count),
+        expected="finite weights",
+        remedy="the file is damaged, or was quantised from a broken model; get it again",
+    )
 
 
 def _check_dtypes(name: str, weight: torch.dtype, scale: torch.dtype) -> None:
@@ -180,32 +175,10 @@ def _check_dtypes(name: str, weight: torch.dtype, scale: torch.dtype) -> None:
 def _check_scale_shape(
     name: str, shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int]
 ) -> None:
-    if len(shape) != len(block) or scale != _grid(shape, block):
+    if len(shape) != len(block) or scale != scale_grid((shape[0], shape[1]), block):
         raise CheckpointError(
             f"{name}{SCALE_SUFFIX} has the wrong shape",
             got=scale,
             expected=f"one scale per {block[0]}x{block[1]} block of weight shape {shape}",
             remedy="check weight_block_size in config.json against the release",
         )
-
-
-def _scale_blocks(
-    weight: Tensor,
-    scale: Tensor,
-    block: tuple[int, int],
-    dtype: torch.dtype,
-    *,
-    offset: tuple[int, int],
-) -> Tensor:
-    """Multiply by block scales, where the weight starts `offset` inside the first block."""
-    rows, columns = block
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    if weight.is_meta:
-        return out
-    num_columns = weight.shape[1]
-    # One row of blocks at a time: the fp32 copies stay small beside the weight.
-    for i, row_scale in enumerate(scale):
-        part = slice(max(0, i * rows - offset[0]), (i + 1) * rows - offset[0])
-        per_column = row_scale.repeat_interleave(columns)[offset[1] : offset[1] + num_columns]
-        out[part] = (weight[part].float() * per_column).to(dtype)
-    return out

@@ -18,7 +18,13 @@ from glm5.checkpoint.hf_layout import check_hf_tensors
 from glm5.config import Glm5Config
 from glm5.errors import CheckpointError, ConfigError
 from glm5.model.build import build_chunks
-from glm5.model.transformer_config import Recompute, glm5_transformer_config, torch_dtype
+from glm5.model.transformer_config import (
+    DEFAULT_FP8_TRANSIENT_MIB,
+    BaseWeights,
+    Recompute,
+    glm5_transformer_config,
+    torch_dtype,
+)
 from glm5.ops.backends import default_backend
 from glm5.runtime.distributed import (
     checked_device,
@@ -39,14 +45,18 @@ def load_model(
     indexer_loss_coeff: float = 0.0,
     deterministic_attention: bool = False,
     latent_norm_eps: float | None = None,
-    progress: Callable[[int], None] = lambda num_bytes: None,
+    base_weights: BaseWeights = "dtype",
+    fp8_compute: bool = False,
+    fp8_transient_mib: int = DEFAULT_FP8_TRANSIENT_MIB,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> GPTModel:
     """The model of a Hugging Face checkpoint, in evaluation mode, with every tensor checked.
 
     Starts a process group and Megatron's parallel state of one process unless they exist. `backend`
     defaults to the device's, `dtype` ("float32", "bfloat16") to the checkpoint's, `device` to the
-    GPU where there is one. FP8 weights are dequantised. In the checkpoint's dtype nothing is
-    rounded. Of a layout with pipeline stages this is the rank's only one.
+    GPU where there is one. In the checkpoint's dtype nothing is rounded. FP8 weights are
+    dequantised, unless `base_weights` is "fp8": then what an FP8 release quantises stays so, or
+    becomes so, and never trains. Of a layout with pipeline stages this is the rank's only one.
 
     Raises:
         ConfigError, CheckpointError, BackendError, LayoutError: see what each says.
@@ -62,6 +72,9 @@ def load_model(
         recompute=recompute,
         indexer_loss_coeff=indexer_loss_coeff,
         deterministic_attention=deterministic_attention,
+        base_weights=base_weights,
+        fp8_compute=fp8_compute,
+        fp8_transient_mib=fp8_transient_mib,
     )
     return model
 
@@ -70,7 +83,7 @@ def load_chunks(
     hf_dir: str | Path,
     *,
     latent_norm_eps: float | None = None,
-    progress: Callable[[int], None] = lambda num_bytes: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     dtype: torch.dtype | str | None = None,
     include_mtp: bool = False,
     **options: Any,

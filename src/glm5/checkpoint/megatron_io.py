@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import queue
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dist_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.validation import (
-    INTEGRITY_FNAME,
-    verify_integrity_manifest,
-)
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
+from glm5.checkpoint.integrity import MANIFEST, changed_files, damaged_files, write_manifest
 from glm5.errors import CheckpointError
 
 # torch.distributed.checkpoint pickles its index; these are the names that an index needs.
@@ -43,15 +41,15 @@ _INDEX_GLOBALS = {
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
 }
-_INDEX_FILE = ".metadata"
+INDEX_FILE = ".metadata"
 # A full disk, a damaged or a foreign file surfaces as any of these from inside Megatron and torch.
 _FILE_ERRORS = (
     dist_checkpointing.core.CheckpointingException,
     dist_checkpoint.CheckpointException,
     OSError,
+    # up to Megatron-Core 0.18 plain values have a file of their own, common.pt
+    pickle.UnpicklingError,
 )
-# Older Megatron releases pickled the common state into this file.
-_LEGACY_FILE = "common.pt"
 
 
 def save_sharded(folder: Path, state: dict[str, Any]) -> None:
@@ -69,15 +67,29 @@ def save_sharded(folder: Path, state: dict[str, Any]) -> None:
             value.data = _with_own_storage(value.data)
     try:
         with _results_in_process():
-            dist_checkpointing.save(state, str(folder), verify_integrity=True)
+            dist_checkpointing.save(state, str(folder))
+        _write_manifest(folder)
     except _FILE_ERRORS as error:
         # Megatron's writers do not pass on what the system said
         free = shutil.disk_usage(folder).free / 2**30
         raise CheckpointError(
             f"{folder} cannot be written",
-            got=f"{_reason(error)}; {free:.2f} GiB free there",
+            got=f"{reason_of(error)}; {free:.2f} GiB free there",
             remedy="make room or choose another folder; checkpoints saved before are as they were",
         ) from error
+
+
+def _write_manifest(folder: Path) -> None:
+    """On the first rank; the others learn how it went."""
+    told: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            write_manifest(folder)
+        except OSError as error:
+            told = [error]
+    dist.broadcast_object_list(told)
+    if told[0] is not None:
+        raise told[0]
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
@@ -103,17 +115,17 @@ def load_sharded(
         CheckpointError: not such a checkpoint, a file that is not as it was saved, another set of
         tensors, or an index that names code.
     """
-    _check_index(folder)
+    read_index(folder)
     _check_files(folder)
     try:
-        with _weights_only():
+        with weights_only():
             loaded, missing, unexpected = dist_checkpointing.load(
                 state, str(folder), strict=dist_checkpointing.validation.StrictHandling.RETURN_ALL
             )
     except _FILE_ERRORS as error:
         raise CheckpointError(
             f"{folder} cannot be loaded",
-            got=_reason(error),
+            got=reason_of(error),
             remedy="it is damaged, or of another model; use another checkpoint",
         ) from error
     # what the checkpoint has and `state` does not ask for is "missing" from the request
@@ -141,7 +153,8 @@ def _results_in_process() -> Iterator[None]:
         filesystem_async._results_queue = before
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """One line on why Megatron or torch could not read or write a checkpoint."""
     if isinstance(error, dist_checkpoint.CheckpointException):
         # one failure per rank; its own text is all of their tracebacks
         error = next(iter(error.failures.values()))[0]
@@ -152,7 +165,7 @@ def _reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _weights_only() -> Iterator[None]:
+def weights_only() -> Iterator[None]:
     """Plain values come back as numbers, strings and containers, or not at all.
 
     torch's planner reads them with torch.load(weights_only=False), which runs whatever code a
@@ -180,18 +193,25 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def _check_index(folder: Path) -> None:
-    index = folder / _INDEX_FILE
-    if not index.is_file() or (folder / _LEGACY_FILE).exists():
+def read_index(folder: Path) -> Metadata:
+    """The index of a checkpoint, which says what it holds and where.
+
+    Raises:
+        CheckpointError: there is none, or it is more than an index.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
         raise CheckpointError(
-            f"{folder} is not a Megatron-Core checkpoint of this project",
-            got="common.pt, which is a pickle" if index.is_file() else f"no {_INDEX_FILE}",
-            expected="a folder that glm5 wrote",
-            remedy="convert the Hugging Face checkpoint again",
+            f"{folder} is not a Megatron-Core checkpoint",
+            got=f"no {INDEX_FILE}",
+            expected="a folder of the format torch_dist, with its index",
+            remedy="name the folder of one checkpoint, or convert the Hugging Face one again",
         )
     try:
         with index.open("rb") as file:
-            _IndexUnpickler(file).load()
+            metadata = _IndexUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"a {type(metadata).__name__}")
     except Exception as error:
         raise CheckpointError(
             f"{index} is damaged, or holds more than an index",
@@ -199,26 +219,36 @@ def _check_index(folder: Path) -> None:
             expected="the pickled index of torch.distributed.checkpoint",
             remedy="do not load checkpoints of unknown origin",
         ) from error
+    return metadata
 
 
 def _check_files(folder: Path) -> None:
-    """Every file has the bytes that were saved; collective."""
-    manifest = folder / INTEGRITY_FNAME
+    """Every file has the bytes that were saved, and there are no others; collective."""
+    _raise_if_changed(folder, changed_files)
+
+
+def check_listed_files(folder: Path) -> None:
+    """Where a trainer saved hashes, the files that they are of have the bytes that were saved.
+
+    One process reads all of them. Raises CheckpointError.
+    """
+    if (folder / MANIFEST).is_file():
+        _raise_if_changed(folder, damaged_files)
+
+
+def _raise_if_changed(folder: Path, changes: Callable[[Path], list[str]]) -> None:
     try:
-        # on all ranks: Megatron reads it on the first one, while the others wait for the verdict
-        dict(json.loads(manifest.read_text(encoding="utf-8"))["files"])
-        verify_integrity_manifest(str(folder))
-    except dist_checkpointing.core.CheckpointingException as error:
-        _, *changed = str(error).splitlines()
-        raise CheckpointError(
-            f"{folder} is damaged: files changed since they were saved",
-            got="; ".join(line.strip() for line in changed),
-            remedy="use another checkpoint, or make it again",
-        ) from error
+        changed = changes(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{manifest} cannot be read, so nothing tells whether the checkpoint is whole",
+            f"{folder / MANIFEST} cannot be read, so nothing tells whether the checkpoint is whole",
             got=f"{type(error).__name__}: {error}",
             expected="the SHA-256 of every file, which a save writes",
             remedy="use another checkpoint, or make it again",
         ) from error
+    if changed:
+        raise CheckpointError(
+            f"{folder} is damaged: files changed since they were saved",
+            got="; ".join(changed),
+            remedy="use another checkpoint, or make it again",
+        )

@@ -42,7 +42,7 @@ class Rule(ABC):
 
     @abstractmethod
     def to_hf(self, tensor: Tensor) -> list[Tensor]:
-        """Undo `to_mcore` exactly; the results are views."""
+        """Undo `to_mcore` exactly; the results are views where the rule allows it."""
 
     def load(
         self,
@@ -128,6 +128,55 @@ class GatedPair(Rule):
         return list(tensor.chunk(2, dim=0))
 
 
+@dataclass(frozen=True, slots=True)
+class HalfSwap(Rule):
+    """The same tensor with the two halves of every head exchanged, along dim 0; its own inverse.
+
+    For a side that rotates the last `rope_dim` of the `head_dim` dimensions of a head, where the
+    other rotates the first. Raises CheckpointError unless the rope is half of the head.
+    """
+
+    hf: str
+    mcore: str
+    head_dim: int
+    rope_dim: int
+
+    def __post_init__(self) -> None:
+        if self.rope_dim < 1 or self.head_dim != 2 * self.rope_dim:
+            raise CheckpointError(
+                f"the halves of the heads of {self.hf} cannot be exchanged",
+                got=f"heads of {self.head_dim} dimensions, of which the rope has {self.rope_dim}",
+                expected="a rope that is half of the head",
+                remedy="use a Megatron-Core whose indexer rotates the first dimensions: >= 0.19",
+            )
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return (self.hf,)
+
+    def fill(self, **placeholders: int) -> HalfSwap:
+        names = (_fill(self.hf, placeholders), _fill(self.mcore, placeholders))
+        return HalfSwap(*names, self.head_dim, self.rope_dim)
+
+    def to_mcore(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return self._swap(tensor)
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return [self._swap(tensor)]
+
+    def _swap(self, tensor: Tensor) -> Tensor:
+        """[heads * head_dim, ...], of whole heads."""
+        if tensor.shape[0] % self.head_dim:
+            raise CheckpointError(
+                f"{self.mcore} does not consist of whole heads",
+                got=f"{tensor.shape[0]} rows",
+                expected=f"a multiple of {self.head_dim}",
+                remedy="cut it between heads, or give the whole tensor",
+            )
+        return tensor.unflatten(0, (-1, 2, self.rope_dim)).flip(1).flatten(0, 2)
+
+
 def check_total(rules: Iterable[Rule], hf_names: Iterable[str], mcore_names: Iterable[str]) -> None:
     """Check that the rules use every source once and make every target once.
 
@@ -165,11 +214,16 @@ def _fill(name: str, placeholders: dict[str, int]) -> str:
     return name
 
 
-def _read_part(
+def part_of(
     reader: TensorReader, name: str, tp_rank: int, tp_size: int, partition_dim: int | None
-) -> Tensor:
+) -> tuple[int, int, int] | None:
+    """Which part of a tensor a rank has: (dim, start, stop), None for all of it.
+
+    Raises:
+        CheckpointError: the ranks do not divide the dimension.
+    """
     if partition_dim is None or tp_size == 1:
-        return reader.read(name)
+        return None
     shape = reader.shape(name)
     if partition_dim >= len(shape) or shape[partition_dim] % tp_size:
         raise CheckpointError(
@@ -179,7 +233,14 @@ def _read_part(
             remedy="choose a tensor-parallel size that divides this dimension",
         )
     size = shape[partition_dim] // tp_size
-    return reader.read_slice(name, partition_dim, tp_rank * size, (tp_rank + 1) * size)
+    return partition_dim, tp_rank * size, (tp_rank + 1) * size
+
+
+def _read_part(
+    reader: TensorReader, name: str, tp_rank: int, tp_size: int, partition_dim: int | None
+) -> Tensor:
+    part = part_of(reader, name, tp_rank, tp_size, partition_dim)
+    return reader.read(name) if part is None else reader.read_slice(name, *part)
 
 
 def _join(parts: Sequence[Tensor], partition_dim: int | None) -> Tensor:

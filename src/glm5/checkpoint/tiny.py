@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.fp8 import SCALE_SUFFIX, quantize_block
+from glm5.checkpoint.fp8 import SCALE_SUFFIX
+from glm5.checkpoint.fp8_config import with_fp8
 from glm5.checkpoint.hf_layout import HfTensor, hf_tensors
 from glm5.checkpoint.safetensors_file import plan_of
 from glm5.checkpoint.safetensors_writer import SafetensorsWriter
@@ -23,13 +24,13 @@ from glm5.checkpoint.tiny_tokenizer import (
 )
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError
+from glm5.ops.block_scaled import BLOCK, quantise
 
 Variant = Literal["5", "5.1", "5.2"]
 Dtype = Literal["float32", "bfloat16"]
 
 # Small enough that even the smallest of these folders spans several shards.
 SHARD_BYTES = 300_000
-FP8_BLOCK = (128, 128)
 
 
 def write_tiny(
@@ -72,15 +73,7 @@ def tiny_config(variant: Variant, *, fp8: bool = False, dtype: Dtype = "float32"
             remedy="choose one of these; 5.3 has the architecture of 5.2",
         )
     raw = _COMMON | (_GLM52 if variant == "5.2" else _GLM5) | {"dtype": dtype} | _token_ids()
-    if fp8:
-        raw["quantization_config"] = {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "modules_to_not_convert": _kept_modules(raw),
-            "quant_method": "fp8",
-            "weight_block_size": list(FP8_BLOCK),
-        }
-    return raw
+    return with_fp8(raw, BLOCK) if fp8 else raw
 
 
 def _token_ids() -> dict[str, Any]:
@@ -89,13 +82,6 @@ def _token_ids() -> dict[str, Any]:
         "eos_token_id": [tokenizer.token_to_id(token) for token in EOS_TOKENS],
         "pad_token_id": tokenizer.token_to_id(PAD_TOKEN),
     }
-
-
-def _kept_modules(raw: dict[str, Any]) -> list[str]:
-    """The modules that an FP8 release keeps in their dtype."""
-    tensors = hf_tensors(Glm5Config.from_hf_dict(raw))
-    kept = (name.rpartition(".")[0] for name, tensor in tensors.items() if not tensor.quantisable)
-    return sorted(set(kept))
 
 
 def _text_files(raw: dict[str, Any], seed: int) -> dict[str, str]:
@@ -123,9 +109,9 @@ def _weights(config: Glm5Config, seed: int) -> Iterator[tuple[str, Tensor]]:
     for name, spec in hf_tensors(config).items():
         weight = _draw(name, spec, generator)
         if config.fp8 is not None and spec.quantisable:
-            values, scale = quantize_block(weight, config.fp8.weight_block_size)
-            yield name, values
-            yield name + SCALE_SUFFIX, scale
+            scaled = quantise(weight, config.fp8.weight_block_size)
+            yield name, scaled.values
+            yield name + SCALE_SUFFIX, scaled.scales
         else:
             yield name, weight.to(getattr(torch, spec.dtype))
 

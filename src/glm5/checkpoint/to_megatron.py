@@ -20,7 +20,7 @@ def convert(
     hf_dir: str | Path,
     ckpt_dir: str | Path,
     *,
-    progress: Callable[[int], None] = lambda num_bytes: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CheckpointRecord:
     """Writes the new folder `ckpt_dir` in the checkpoint's own dtype, with MTP where it is shipped.
 
