@@ -10,6 +10,8 @@ from torch import Tensor
 
 TinyFolder = Callable[..., Path]
 VARIANTS = ("5", "5.1", "5.2")
+# Divides hardly any size of a tiny model, nor of a rank's part of one.
+SMALL_BLOCK = (12, 20)
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +28,56 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> TinyFolder:
         return made[key]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def fp8_folder(tiny_folder: TinyFolder, tmp_path_factory: pytest.TempPathFactory) -> TinyFolder:
+    """fp8_folder(variant, **options of write_tiny) -> a shared folder in float8, small blocks."""
+    made: dict[Any, Path] = {}
+
+    def folder(variant: str, **options: Any) -> Path:
+        key = (variant, *sorted(options.items()))
+        if key not in made:
+            source, target = tiny_folder(variant, **options), tmp_path_factory.mktemp("fp8")
+            made[key] = write_fp8(source, target / variant)
+        return made[key]
+
+    return folder
+
+
+def write_fp8(source: Path, target: Path, block: tuple[int, int] = SMALL_BLOCK) -> Path:
+    """A copy with float8 weights, many blocks each, of magnitudes that lie far apart."""
+    from glm5.checkpoint.fp8 import SCALE_SUFFIX
+    from glm5.checkpoint.hf_layout import hf_tensors
+    from glm5.config import Glm5Config
+    from glm5.ops.block_scaled import quantise
+    from tests.hf_folders import rewrite
+
+    layout = hf_tensors(Glm5Config.from_hf(source))
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for number, name in enumerate([n for n in layout if layout[n].quantisable]):
+            weight = varied(tensors[name].float(), block, seed=number)
+            scaled = quantise(weight, block)
+            tensors[name], tensors[name + SCALE_SUFFIX] = scaled.values, scaled.scales
+
+    quantization = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": list(block),
+    }
+    return rewrite(source, target, change, quantization_config=quantization)
+
+
+def varied(weight: Tensor, block: tuple[int, int], seed: int = 0) -> Tensor:
+    """The weight [out, in] with each block times a power of two, and as large as before."""
+    generator = torch.Generator().manual_seed(seed)
+    grid = [-(-size // step) for size, step in zip(weight.shape, block, strict=True)]
+    factors = torch.exp2(torch.randint(-6, 3, grid, generator=generator).float())
+    factors = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    changed = weight * factors[: weight.shape[0], : weight.shape[1]]
+    return changed * (weight.norm() / changed.norm())
 
 
 def draw_tokens(count: int, *, low: int = 0, high: int = 256, seed: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 import glm5.model.experts as module
 from glm5.checkpoint.convert import mcore_tensors, partition_dim
 from glm5.checkpoint.load import load_model
-from glm5.model.experts import GroupedExperts
+from glm5.model.grouped_experts import GroupedExperts
 from glm5.model.names import by_expert
 from tests.tiny_models import TinyFolder, assert_close
 
@@ -44,6 +44,7 @@ def make(
         expert_model_parallel_size=ep.size(),
         expert_tensor_parallel_size=etp.size(),
         tensor_model_parallel_size=1,
+        base_weights="dtype",
     )
     groups: Any = SimpleNamespace(ep=ep, expt_tp=etp, expt_dp=Group())
     experts = GroupedExperts(EXPERTS // ep.size(), config, pg_collection=groups)

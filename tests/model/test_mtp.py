@@ -39,7 +39,7 @@ def test_what_stands_one_token_later(lengths: tuple[int, ...] | None, expected: 
 def run(model: Glm5Model, row: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(losses [1, t], MTP logits [t, vocab])."""
     seen: list[Tensor] = []
-    handle = model.mtp.register_forward_hook(lambda module, args, out: seen.append(out))
+    handle = model.mtp.layers[0].register_forward_hook(lambda _, args, out: seen.append(out[0]))
     losses = model(
         input_ids=row["tokens"][None],
         position_ids=None,
@@ -49,7 +49,7 @@ def run(model: Glm5Model, row: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         packed_seq_params=packed_documents(edges(LENGTHS), torch.device("cpu")),
     )
     handle.remove()
-    return losses, model.output_layer(seen[0].chunk(2)[1])[0][:, 0]
+    return losses, model.output_layer(seen[0])[0][:, 0]
 
 
 def test_the_loss_counts_documents_with_two_tokens_ahead(tiny_folder: TinyFolder) -> None:

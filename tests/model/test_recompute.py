@@ -7,12 +7,14 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from glm5.bench.memory_tracker import MemoryTracker
 from glm5.checkpoint.load import load_model
 from glm5.lora.attach import adapter_pairs, attach_lora
 from glm5.lora.spec import LoraSpec
 from glm5.lora.targets import DEFAULT_TARGETS
 from glm5.model.attention import DSASelfAttention
 from glm5.model.forward import logits
+from glm5.model.transformer_config import Recompute
 from tests.tiny_models import (
     TinyFolder,
     assert_all_close,
@@ -140,3 +142,17 @@ def test_evaluation_recomputes_nothing(tiny_folder: TinyFolder, recompute: str) 
     model = load_model(tiny_folder("5"), recompute=recompute)
     plain = load_model(tiny_folder("5"))
     assert torch.equal(thd(model, 0), thd(plain, 0))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_no_activation_outlives_the_backward_pass(
+    tiny_folder: TinyFolder, recompute: Recompute
+) -> None:
+    """Else what is left would grow with the tokens of the last micro-batch."""
+    model, left = load_model(tiny_folder("5.2"), recompute=recompute).train(), []
+    with MemoryTracker() as tracker:
+        for length in (20, 60):
+            model.zero_grad(set_to_none=True)
+            probe_loss(logits(model, draw_tokens(length, seed=0), edges([length]))).backward()
+            left.append(tracker.live)
+    assert left[0] == left[1]

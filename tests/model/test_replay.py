@@ -88,6 +88,7 @@ def model(tiny_folder: TinyFolder) -> GPTModel:
     return load_model(tiny_folder("5.2"))
 
 
+@pytest.mark.cores
 @pytest.mark.parametrize("recompute", ALL_RECOMPUTE)
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("variant", ["5", "5.2"])

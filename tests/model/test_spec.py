@@ -23,10 +23,10 @@ LENGTHS = (29, 10, 2)
 def mtp_logits(model: Any, token_ids: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
     """(main logits, MTP logits), each [t, vocab]."""
     seen: list[Tensor] = []
-    handle = model.mtp.register_forward_hook(lambda module, args, out: seen.append(out))
+    handle = model.mtp.layers[0].register_forward_hook(lambda _, args, out: seen.append(out[0]))
     main = logits(model, token_ids, cut)
     handle.remove()
-    _, hidden = seen[0].chunk(2, dim=0)
+    (hidden,) = seen
     return main, model.output_layer(hidden)[0][:, 0]
 
 

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from glm5.lora.factors import Adapted, LoraPair
-from glm5.model.linear import LatentUpProjection, split_heads
+from glm5.model.linear import AbsorbedProjection, split_heads
 
 
 class AbsorbedLora(Adapted):
-    """Both sides of `LatentUpProjection` with W + scale * B A, in factored form.
+    """Both sides of `AbsorbedProjection` with W + scale * B A, in factored form.
 
     Per head B = [B_k; B_v]: (W_k + s B_k A)^T q = W_k^T q + s A^T (B_k^T q), and
     (W_v + s B_v A) c = W_v c + s B_v (A c). A bf16 merge would round small deltas away.
     """
 
-    base: LatentUpProjection
+    base: AbsorbedProjection
 
     def absorb_query(self, q_nope: Tensor) -> Tensor:
         """q_nope [t, h, qk_nope_head_dim] -> [t, h, kv_lora_rank]."""

@@ -10,6 +10,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
+from glm5.errors import AdapterError
 from glm5.lora.absorbed import AbsorbedLora
 from glm5.lora.dropout import LoraDropout, own_tokens, tokens_of_experts
 from glm5.lora.experts import GroupedLora, expert_pair
@@ -18,7 +19,7 @@ from glm5.lora.linear import LoraLinear
 from glm5.lora.spec import LoraSpec
 from glm5.lora.targets import TargetModule, find_targets
 from glm5.model.experts import GroupedLinear
-from glm5.model.linear import LatentUpProjection
+from glm5.model.linear import AbsorbedProjection
 from glm5.model.names import GlobalNames
 
 
@@ -61,6 +62,13 @@ def is_adapter(name: str) -> bool:
     return ".pairs." in name
 
 
+def adapted_type(base: nn.Module) -> type[Adapted]:
+    """The class that carries the adapters of a linear of the model."""
+    if isinstance(base, GroupedLinear):
+        return GroupedLora
+    return AbsorbedLora if isinstance(base, AbsorbedProjection) else LoraLinear
+
+
 def _attach(model: GPTModel, targets: Sequence[TargetModule], spec: LoraSpec, seed: int) -> None:
     model.requires_grad_(False)
     for target in targets:
@@ -91,7 +99,14 @@ def _adapt(target: TargetModule, spec: LoraSpec) -> Adapted:
         # ranks that share the outputs of an expert have the same inputs
         holder = tokens_of_experts() if base.split == "column" else own_tokens()
         return GroupedLora(base, target.hf_linears, stacked, _dropout(spec, holder))
-    kind = AbsorbedLora if isinstance(base, LatentUpProjection) else LoraLinear
+    if not hasattr(base, "weight"):
+        raise AdapterError(
+            f"{target.path} is no linear that can be adapted",
+            got=type(base).__name__,
+            expected="a linear of the model, without an adapter of another library",
+            remedy="attach one of the two: glm5's adapters, or the other ones",
+        )
+    kind = adapted_type(base)
     pairs = {name: linear_pair(pair, base, count) for name, pair in target.pairs.items()}
     return kind(base, target.hf_linears, pairs, _dropout(spec, own_tokens()))
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from glm5.lora.factors import Adapted, Factors, draw_a
+from glm5.lora.factors import Adapted, Factors, draw_a, new_factor
 from glm5.lora.spec import PairSpec
 from glm5.model.experts import CUT_DIM, GroupedLinear, mark_expert, shard_of_experts
 from glm5.model.names import expert_name
@@ -29,7 +29,7 @@ class GroupedLoraPair(nn.Module):
     def __init__(
         self,
         spec: PairSpec,
-        like: Tensor,
+        base: GroupedLinear,
         rows: int,
         *,
         shares_a: bool = False,
@@ -37,9 +37,9 @@ class GroupedLoraPair(nn.Module):
     ) -> None:
         super().__init__()
         self.scale = spec.scale
-        experts, _, in_features = like.shape
-        self.a = nn.Parameter(like.new_empty(1 if shares_a else experts, spec.rank, in_features))
-        self.b = nn.Parameter(like.new_zeros(1 if shares_b else experts, rows, spec.rank))
+        experts, _, in_features = base.weight.shape
+        self.a = new_factor(base, 1 if shares_a else experts, spec.rank, in_features)
+        self.b = new_factor(base, 1 if shares_b else experts, rows, spec.rank)
         self.shares = {"a": shares_a, "b": shares_b}
 
 
@@ -121,11 +121,11 @@ class GroupedLora(Adapted):
             stem = f"{prefix}pairs.{hf_linear}."
             for name, factor in pair.named_parameters():
                 if pair.shares[name]:
-                    state |= _shared_shard(stem, name, factor, sharded_offsets)
+                    state |= shared_shard(stem, name, factor, sharded_offsets)
                     continue
                 key = f"{stem}{name}"
                 state[key] = shard_of_experts(
-                    key, factor, self.base.groups, sharded_offsets, _cut_dim(self.base, name)
+                    key, factor, self.base.groups, sharded_offsets, cut_dim(self.base, name)
                 )
         return state
 
@@ -139,7 +139,7 @@ def expert_pair(
     """
     pair = GroupedLoraPair(
         spec,
-        base.weight,
+        base,
         base.weight.shape[1] // num_linears,
         shares_a=shares_outer and base.split == "column",
         shares_b=shares_outer and base.split == "row",
@@ -148,17 +148,17 @@ def expert_pair(
         if pair.shares[name]:
             sum_gradient_over_tp(factor)
         else:
-            mark_expert(factor, _cut_dim(base, name), base.config)
+            mark_expert(factor, cut_dim(base, name), base.config)
     return pair
 
 
-def _cut_dim(base: GroupedLinear, factor: str) -> int | None:
+def cut_dim(base: GroupedLinear, factor: str) -> int | None:
     """The dimension of a stacked factor that expert-tensor-parallel ranks share, if any."""
     cut = "b" if base.split == "column" else "a"
     return CUT_DIM[base.split] if factor == cut else None
 
 
-def _shared_shard(stem: str, name: str, factor: Tensor, offsets: tuple[Any, ...]) -> dict[str, Any]:
+def shared_shard(stem: str, name: str, factor: Tensor, offsets: tuple[Any, ...]) -> dict[str, Any]:
     """Of a factor that every rank holds."""
     return make_sharded_tensors_for_checkpoint(
         {name: factor},

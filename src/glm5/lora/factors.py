@@ -9,11 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
@@ -24,8 +20,8 @@ from torch.distributed import ProcessGroup
 from glm5.lora.dropout import LoraDropout
 from glm5.lora.seeds import seed_of
 from glm5.lora.spec import PairSpec
-from glm5.model.experts import GroupedLinear
 from glm5.model.parallel import sum_gradient_over_tp
+from glm5.model.transformer_config import Glm5TransformerConfig
 
 # How a linear is cut over the tensor-parallel ranks: by outputs, by inputs, or not at all.
 Split = Literal["column", "row", "whole"]
@@ -34,15 +30,15 @@ Split = Literal["column", "row", "whole"]
 class LoraPair(nn.Module):
     """Delta W = scale * B A for one linear (arXiv 2106.09685); B starts at zero, so the delta does.
 
-    a [rank, in_features], b [out_features, rank], in the dtype and on the device of the base
-    weight; of a split linear, b has this rank's outputs, or a its inputs.
+    a [rank, in_features], b [out_features, rank], on the device of the base weight and in the
+    model's dtype; of a split linear, b has this rank's outputs, or a its inputs.
     """
 
-    def __init__(self, spec: PairSpec, in_features: int, out_features: int, like: Tensor) -> None:
+    def __init__(self, spec: PairSpec, base: nn.Module, in_features: int, out_features: int):
         super().__init__()
         self.scale = spec.scale
-        self.a = nn.Parameter(like.new_empty(spec.rank, in_features))
-        self.b = nn.Parameter(like.new_zeros(out_features, spec.rank))
+        self.a = new_factor(base, spec.rank, in_features)
+        self.b = new_factor(base, out_features, spec.rank)
 
     def down(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> A x [..., rank], in the dtype of x."""
@@ -132,6 +128,13 @@ class Adapted(nn.Module):
         return (self.ranks.rank(), self.ranks.size()) if self.split == "row" else (0, 1)
 
 
+def new_factor(base: nn.Module, *shape: int) -> nn.Parameter:
+    """Zeros beside the weight of `base`, in the model's dtype: the weight's may be float8."""
+    config = cast(Glm5TransformerConfig, base.config)
+    device = cast(Tensor, base.weight).device
+    return nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=device))
+
+
 def linear_pair(spec: PairSpec, base: nn.Module, num_linears: int) -> LoraPair:
     """The pair of one of the `num_linears` linears that the rows of `base` are.
 
@@ -139,7 +142,7 @@ def linear_pair(spec: PairSpec, base: nn.Module, num_linears: int) -> LoraPair:
     whole factor beside a cut one sees the other's outputs or tokens only in part.
     """
     weight, split = cast(Tensor, base.weight), split_of(base)
-    pair = LoraPair(spec, weight.shape[1], weight.shape[0] // num_linears, weight)
+    pair = LoraPair(spec, base, weight.shape[1], weight.shape[0] // num_linears)
     if split == "column":
         set_tensor_model_parallel_attributes(pair.b, True, 0, 1)
         sum_gradient_over_tp(pair.a)
@@ -164,9 +167,8 @@ def draw_a(a: Tensor, seed: int, name: str, part: int = 0, parts: int = 1) -> No
 
 
 def split_of(base: nn.Module) -> Split:
-    """How `base` is cut."""
-    if isinstance(base, GroupedLinear):
-        return base.split
-    if isinstance(base, ColumnParallelLinear):
-        return "column"
-    return "row" if isinstance(base, RowParallelLinear) else "whole"
+    """How `base` is cut, as its weight [.., out, in] says to Megatron."""
+    weight = cast(Any, base.weight)
+    if not getattr(weight, "tensor_model_parallel", False):
+        return "whole"
+    return "column" if weight.partition_dim == weight.ndim - 2 else "row"

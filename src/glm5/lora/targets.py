@@ -12,7 +12,7 @@ from torch import nn
 from glm5.errors import AdapterError
 from glm5.lora.patterns import broken_patterns, first_match, matches
 from glm5.lora.spec import LoraSpec, PairSpec
-from glm5.model.linear import LatentUpProjection
+from glm5.model.linear import AbsorbedProjection
 from glm5.model.names import GlobalNames, expert_name, is_stacked
 from glm5.ops.grouped import MAX_RANK
 
@@ -158,7 +158,7 @@ def _check_alike(paths: Sequence[str], alike: Sequence[str], what: str) -> None:
 
 
 def _check_dropout(module: nn.Module, spec: LoraSpec) -> None:
-    if spec.dropout and isinstance(module, LatentUpProjection):
+    if spec.dropout and isinstance(module, AbsorbedProjection):
         raise AdapterError(
             "LoRA dropout cannot be computed for kv_b_proj",
             got=f"lora.dropout {spec.dropout} with kv_b_proj among the targets",

@@ -7,13 +7,12 @@ from typing import Any, Literal
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from glm5.model.indexer import IndexInputs, LightningIndexer
 from glm5.model.indexer_loss import add_indexer_loss
-from glm5.model.linear import LatentUpProjection, ReplicatedLinear
+from glm5.model.linears import linears_of
 from glm5.model.norm import RMSNorm
 from glm5.model.parallel import gather_keys, tp_sum
 from glm5.model.query_shares import QueryShares
@@ -44,29 +43,29 @@ class DSASelfAttention(MegatronModule):
         layer_number: int,
         indexer_type: IndexerType,
         pg_collection: Any = None,
-        attn_mask_type: Any = None,
         name: str | None = None,
     ) -> None:
         super().__init__(config=config)
-        del pg_collection, attn_mask_type, name
+        del pg_collection, name
         self.layer_number = layer_number
         glm5 = config.glm5
         heads = glm5.num_attention_heads
-        self.linear_q_down_proj = ReplicatedLinear(
+        linears = linears_of(config)
+        self.linear_q_down_proj = linears.replicated(
             glm5.hidden_size, glm5.q_lora_rank, config=config
         )
         self.q_layernorm = RMSNorm(config, glm5.q_lora_rank, glm5.latent_norm_eps)
-        self.linear_q_up_proj = ColumnParallelLinear(
+        self.linear_q_up_proj = linears.column(
             glm5.q_lora_rank,
             heads * glm5.qk_head_dim,
             config=config,
             init_method=config.init_method,
             bias=False,
         )
-        self.linear_kv_down_proj = ReplicatedLinear(glm5.hidden_size, glm5.d_qk, config=config)
+        self.linear_kv_down_proj = linears.replicated(glm5.hidden_size, glm5.d_qk, config=config)
         self.kv_layernorm = RMSNorm(config, glm5.kv_lora_rank, glm5.latent_norm_eps)
-        self.linear_kv_up_proj = LatentUpProjection(config)
-        self.linear_proj = RowParallelLinear(
+        self.linear_kv_up_proj = linears.latent_up(config)
+        self.linear_proj = linears.row(
             heads * glm5.v_head_dim,
             glm5.hidden_size,
             config=config,

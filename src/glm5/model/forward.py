@@ -59,7 +59,7 @@ def finish_forward(model: nn.Module, documents: PackedDocuments) -> None:
     layers = {
         layer.layer_number - 1
         for layer in model.modules()
-        if isinstance(layer, Glm5TransformerLayer) and not layer.is_mtp_layer
+        if isinstance(layer, Glm5TransformerLayer) and not layer.of_mtp
     }
     entries = set() if documents.replay is None else documents.replay.entries()
     documents.ledger.finish(entry for entry in entries if entry[1] in layers)

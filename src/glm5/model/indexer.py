@@ -9,6 +9,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from glm5.model.linear import ReplicatedLinear
+from glm5.model.linears import linears_of
 from glm5.model.parallel import (
     gather_keys,
     gather_rows,
@@ -55,8 +56,9 @@ class LightningIndexer(MegatronModule):
         super().__init__(config=config)
         glm5 = config.glm5
         head_dim, num_heads = glm5.index_head_dim, glm5.index_n_heads
-        self.linear_wq_b = ReplicatedLinear(glm5.q_lora_rank, num_heads * head_dim, config=config)
-        self.linear_wk = ReplicatedLinear(glm5.hidden_size, head_dim, config=config)
+        linears = linears_of(config)
+        self.linear_wq_b = linears.replicated(glm5.q_lora_rank, num_heads * head_dim, config=config)
+        self.linear_wk = linears.replicated(glm5.hidden_size, head_dim, config=config)
         self.k_norm = nn.LayerNorm(
             head_dim,
             eps=glm5.indexer_norm_eps,

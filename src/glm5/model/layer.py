@@ -20,7 +20,11 @@ class Glm5TransformerLayer(TransformerLayer):
     free.
     """
 
-    def _forward_attention(
+    def __init__(self, *args: Any, of_mtp: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.of_mtp = of_mtp
+
+    def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
@@ -31,27 +35,19 @@ class Glm5TransformerLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor]:
         """context: topk_indices [t, index_topk] int32 of the nearest full layer above, or None."""
         assert attention_mask is None, "masking lives in the documents; attention_mask must be None"
+        choices = self._choices(packed_seq_params)
         normed = self.input_layernorm(hidden_states)
-        output, topk_indices = self.self_attention(
-            normed, context, packed_seq_params, self._choices(packed_seq_params)
-        )
-        return hidden_states + output, topk_indices
+        output, topk_indices = self.self_attention(normed, context, packed_seq_params, choices)
+        return self._add_mlp(hidden_states + output, choices), topk_indices
 
-    def _forward_mlp(
-        self,
-        hidden_states: Tensor,
-        inference_context: Any = None,
-        padding_mask: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:
+    def _add_mlp(self, hidden_states: Tensor, choices: LayerChoices | None) -> Tensor:
         if not self.is_moe_layer:
-            return super()._forward_mlp(hidden_states)
+            return self._forward_mlp(hidden_states)
         normed = self._forward_pre_mlp_layernorm(hidden_states)
-        output = self.mlp(normed, self._choices(packed_seq_params))
-        return self._forward_post_mlp(output, hidden_states)
+        return self._forward_post_mlp(self.mlp(normed, choices), hidden_states)
 
     def _choices(self, packed: PackedSeqParams | None) -> LayerChoices | None:
         # an MTP layer chooses for itself: engines record the decoder's layers alone
-        if self.is_mtp_layer or not isinstance(packed, PackedDocuments):
+        if self.of_mtp or not isinstance(packed, PackedDocuments):
             return None
         return packed.choices_of(self.layer_number - 1)

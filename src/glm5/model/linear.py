@@ -30,6 +30,7 @@ class ReplicatedLinear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
+        self.config = config
         self.compute_dtype = compute_dtype
         device = build_device(config)
         weight = torch.empty(out_features, in_features, dtype=config.params_dtype, device=device)
@@ -41,12 +42,37 @@ class ReplicatedLinear(nn.Module):
         return F.linear(x.to(dtype), self.weight.to(dtype)), None
 
 
-class LatentUpProjection(ColumnParallelLinear):
+class AbsorbedProjection(nn.Module):
     """`kv_b_proj` used from both sides of the absorbed attention, never as a plain linear.
 
     weight [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], per head W_k above W_v.
     Absorbed MLA (arXiv 2405.04434, section 2.1.2): q_nope . (W_k c) = (W_k^T q_nope) . c.
     """
+
+    head_dims: tuple[int, int]
+    """(qk_nope_head_dim, v_head_dim)"""
+
+    def absorb_query(self, q_nope: Tensor) -> Tensor:
+        """q_nope [t, h, qk_nope_head_dim] -> W_k^T q_nope [t, h, kv_lora_rank]."""
+        raise NotImplementedError
+
+    def expand_output(self, out_latent: Tensor) -> Tensor:
+        """out_latent [t, h, kv_lora_rank] -> W_v out_latent [t, h, v_head_dim]."""
+        raise NotImplementedError
+
+    def expand_latent(self, kv_latent: Tensor) -> tuple[Tensor, Tensor]:
+        """kv_latent [t, kv_lora_rank] -> W_k c [t, h, qk_nope_head_dim], W_v c [t, h, v_head_dim].
+
+        Without absorption: what short documents attend to.
+        """
+        raise NotImplementedError
+
+
+class LatentUpProjection(AbsorbedProjection, ColumnParallelLinear):
+    """`AbsorbedProjection` with a weight in the model's dtype."""
+
+    weight: nn.Parameter
+    input_size: int
 
     def __init__(self, config: Glm5TransformerConfig) -> None:
         glm5 = config.glm5
@@ -60,20 +86,14 @@ class LatentUpProjection(ColumnParallelLinear):
         )
 
     def absorb_query(self, q_nope: Tensor) -> Tensor:
-        """q_nope [t, h, qk_nope_head_dim] -> W_k^T q_nope [t, h, kv_lora_rank]."""
         w_k, _ = self._heads()
         return torch.einsum("thd,hdr->thr", q_nope, w_k)
 
     def expand_output(self, out_latent: Tensor) -> Tensor:
-        """out_latent [t, h, kv_lora_rank] -> W_v out_latent [t, h, v_head_dim]."""
         _, w_v = self._heads()
         return torch.einsum("thr,hdr->thd", out_latent, w_v)
 
     def expand_latent(self, kv_latent: Tensor) -> tuple[Tensor, Tensor]:
-        """kv_latent [t, kv_lora_rank] -> W_k c [t, h, qk_nope_head_dim], W_v c [t, h, v_head_dim].
-
-        Without absorption: what short documents attend to.
-        """
         keys_and_values = F.linear(kv_latent, self.weight)
         return split_heads(keys_and_values, self.head_dims)
 

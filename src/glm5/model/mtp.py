@@ -3,44 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.multi_token_prediction import (
-    MTPLossAutoScaler,
-    MultiTokenPredictionLayer,
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
-from torch import Tensor
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from torch import Tensor, nn
 
+from glm5.model.norm import RMSNorm
 from glm5.model.parallel import gather_context, own_context
 from glm5.model.tokens import whole_row
+from glm5.model.transformer_config import Glm5TransformerConfig
 
 
-class Glm5MtpLayer(MultiTokenPredictionLayer):
-    """Megatron's layer, whose next tokens may stand on the next context-parallel rank.
+class Glm5MtpLayer(MegatronModule):
+    """One depth of multi-token prediction, whose next tokens may stand on the next
+    context-parallel rank.
 
     hidden = W [norm(embedding of token i + 1), norm(hidden of token i)], then one decoder layer
     (arXiv 2412.19437, section 2.2).
     """
 
-    def _get_embeddings(
+    def __init__(
+        self,
+        config: Glm5TransformerConfig,
+        layer_number: int,
+        decoder_layer: ModuleSpec,
+        vp_stage: int | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        hidden, eps = config.hidden_size, config.layernorm_epsilon
+        self.enorm = RMSNorm(config, hidden, eps)
+        self.hnorm = RMSNorm(config, hidden, eps)
+        self.eh_proj = ColumnParallelLinear(
+            2 * hidden, hidden, config=config, init_method=config.init_method, bias=False
+        )
+        self.mtp_model_layer = build_module(
+            decoder_layer, config=config, layer_number=layer_number, vp_stage=vp_stage
+        )
+        self.final_layernorm = RMSNorm(config, hidden, eps)
+
+    @property
+    def transformer_layer(self) -> nn.Module:
+        """The name that Megatron-Core 0.16 has for it: its schedules tell it the micro-batch."""
+        layer: nn.Module = self.mtp_model_layer
+        return layer
+
+    def forward(
         self,
         input_ids: Tensor,
-        position_ids: Tensor,
-        embedding: Any,
         hidden_states: Tensor,
-        packed_seq_params: PackedSeqParams | None = None,
-        padding_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
-        """input_ids [b, s / cp] of this rank -> (those one token later, ..., their embeddings)."""
-        assert padding_mask is None, "padding has documents of its own; padding_mask must be None"
+        embedding: Any,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> tuple[Tensor, Tensor]:
+        """input_ids [b, s / cp] of this rank, states [s / cp (/ tp), b, hidden_size] -> (states of
+        the next depth, the tokens that it saw: those one later)."""
         whole = gather_context(input_ids)
         input_ids = own_context(next_in_document(whole, packed_seq_params))
         # the attention layer counts positions from the documents' borders
-        decoder_input = embedding(input_ids=input_ids, position_ids=position_ids)
-        return input_ids, position_ids, None, decoder_input, hidden_states
+        ahead = embedding(input_ids=input_ids, position_ids=None)
+        predict = partial(self._predict, packed_seq_params)
+        if self.config.recompute_granularity == "full" and self.training:
+            return tensor_parallel.checkpoint(predict, False, hidden_states, ahead), input_ids
+        return predict(hidden_states, ahead), input_ids
+
+    def _predict(
+        self, packed: PackedSeqParams | None, hidden_states: Tensor, ahead: Tensor
+    ) -> Tensor:
+        both = torch.cat([self.enorm(ahead), self.hnorm(hidden_states)], dim=-1)
+        states = gather_from_tensor_model_parallel_region(self.eh_proj(both)[0])
+        if self.config.sequence_parallel:
+            states = scatter_to_sequence_parallel_region(states)
+        states, _ = self.mtp_model_layer(hidden_states=states, packed_seq_params=packed)
+        return self.final_layernorm(states)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's sharded tensors, under the keys of Megatron's own MTP layer."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        apply_prefix_mapping(state, {f"{prefix}mtp_model_layer.": f"{prefix}transformer_layer."})
+        return state
 
 
 class Glm5Model(GPTModel):
@@ -54,15 +110,15 @@ class Glm5Model(GPTModel):
         if not self.mtp_process:
             return super()._postprocess(**inputs)
         labels, packed = inputs["labels"], inputs["packed_seq_params"]
-        states = self.mtp(
-            input_ids=inputs["input_ids"],
-            position_ids=inputs["position_ids"],
-            hidden_states=inputs["hidden_states"],
-            attention_mask=inputs["attention_mask"],
-            packed_seq_params=packed,
-            embedding=self.embedding,
+        hidden_states, states, tokens = (
+            inputs["hidden_states"],
+            inputs["hidden_states"],
+            inputs["input_ids"],
         )
-        hidden_states, *ahead = states.chunk(1 + self.config.mtp_num_layers)
+        ahead = []
+        for layer in self.mtp.layers:
+            states, tokens = layer(tokens, states, self.embedding, packed)
+            ahead.append(states)
         if labels is not None and self.training:
             hidden_states = self._with_mtp_loss(
                 hidden_states, ahead, labels, inputs["loss_mask"], packed

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -26,14 +18,12 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from glm5.model.attention import DSASelfAttention, IndexerType
-from glm5.model.experts import GroupedExperts
 from glm5.model.layer import Glm5TransformerLayer
-from glm5.model.moe import Glm5MoELayer, Glm5Router
+from glm5.model.mlp import DenseMLP
+from glm5.model.moe import Glm5MoELayer
 from glm5.model.mtp import Glm5MtpLayer
 from glm5.model.norm import RMSNorm
 from glm5.model.transformer_config import Glm5TransformerConfig
-
-_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
 def decoder_spec(
@@ -52,13 +42,7 @@ def mtp_spec(config: Glm5TransformerConfig) -> ModuleSpec:
     """Multi-token prediction: every MTP layer has an indexer of its own and experts."""
     layer = ModuleSpec(
         module=Glm5MtpLayer,
-        submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=RMSNorm,
-            hnorm=RMSNorm,
-            layer_norm=RMSNorm,
-            eh_proj=ColumnParallelLinear,
-            mtp_model_layer=_layer_spec("full", sparse=True),
-        ),
+        params={"decoder_layer": _layer_spec("full", sparse=True, of_mtp=True)},
     )
     return ModuleSpec(
         module=MultiTokenPredictionBlock,
@@ -68,29 +52,17 @@ def mtp_spec(config: Glm5TransformerConfig) -> ModuleSpec:
     )
 
 
-def _layer_spec(indexer_type: IndexerType, *, sparse: bool) -> ModuleSpec:
+def _layer_spec(indexer_type: IndexerType, *, sparse: bool, of_mtp: bool = False) -> ModuleSpec:
     return ModuleSpec(
         module=Glm5TransformerLayer,
+        params={"of_mtp": of_mtp},
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
-                module=DSASelfAttention,
-                # Megatron's MTP layer refuses attention whose mask type it cannot read here
-                params={"indexer_type": indexer_type, "attn_mask_type": AttnMaskType.causal},
+                module=DSASelfAttention, params={"indexer_type": indexer_type}
             ),
             pre_mlp_layernorm=RMSNorm,
-            mlp=_moe_builder() if sparse else partial(MLP.as_mlp_submodule, submodules=_MLP),
+            mlp=Glm5MoELayer if sparse else DenseMLP,
             mlp_bda=get_bias_dropout_add,
-        ),
-    )
-
-
-def _moe_builder() -> partial[Glm5MoELayer]:
-    return partial(
-        Glm5MoELayer,
-        submodules=MoESubmodules(
-            experts=GroupedExperts,
-            shared_experts=partial(SharedExpertMLP, submodules=_MLP),
-            router=Glm5Router,
         ),
     )
