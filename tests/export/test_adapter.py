@@ -37,9 +37,14 @@ INDEXER = {"targets": ["wq_b", "wk", "weights_proj", "kv_b_proj"]}
         ("5.2", {}, {}),
         ("5.2", {"dtype": "bfloat16"}, {"model": {"dtype": "bfloat16"}}),
         ("5", {"dtype": "bfloat16", "fp8": True}, {"model": {"dtype": "bfloat16"}}),
+        (
+            "5",
+            {"dtype": "bfloat16", "fp8": True},
+            {"model": {"dtype": "bfloat16", "base_weights": "fp8"}},
+        ),
         ("5.2", {}, {"lora": INDEXER}),
     ],
-    ids=["fp32", "bf16", "fp8 base", "indexer"],
+    ids=["fp32", "bf16", "fp8 base", "trained in float8", "indexer"],
 )
 def test_the_folder_is_verified_and_holds_what_trained(
     trained_run: TrainedRun,
@@ -64,6 +69,15 @@ def test_the_folder_is_verified_and_holds_what_trained(
         name = f"base_model.model.{path}.lora_{side}.weight"
         assert torch.equal(saved[name], factor) and factor.abs().sum() > 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_base_that_was_quantised_for_training(trained_run: TrainedRun, tmp_path: Path) -> None:
+    """The adapter is right on the quantised weights; how far the folder's own are away is told."""
+    sections = {"model": {"dtype": "bfloat16", "base_weights": "fp8"}}
+    run_dir = trained_run("5", {"dtype": "bfloat16"}, **sections)
+    check, plain = export(run_dir, tmp_path / "out", "adapter")
+    assert check.error <= check.limit == 1e-4
+    assert plain.limit is None and plain.error > 0.05 and "not quantised" in plain.what
 
 
 def test_peft_computes_what_the_checkpoint_computes(

@@ -51,7 +51,7 @@ def test_every_tensor_is_the_base_plus_its_delta(
     sections: dict[str, Any],
 ) -> None:
     base, run_dir = tiny_folder("5", **options), trained_run("5", options, **sections)
-    checks = export(run_dir, tmp_path / "out", "merged")
+    checks = export(run_dir, tmp_path / "out", "merged", weights="bf16")
     assert len(checks) == 2 and all(check.ok for check in checks)
     checkpoint = find_checkpoint(run_dir)
     model = restore_model(checkpoint, read_record(checkpoint), "float32")

@@ -68,6 +68,7 @@ def assert_far_below_limit(report: Report) -> None:
     assert max(f.error for f in report.findings) < 1e-5
 
 
+@pytest.mark.cores
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_agrees(
     tiny_folder: TinyFolder, reference: Callable[[str], nn.Module], variant: str

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from glm5.errors import EngineError
+from glm5.rl.products import Products
 from glm5.rl.recorded import Recorded
 from glm5.rl.rollout import Request, Rollout, Sampling
 from glm5.rl.run_config import RlConfig
@@ -71,6 +72,7 @@ class FakeEngine:
     events: list[str] = field(default_factory=list)
     version: int = -1
     can_record: bool = False
+    products: Products = "untold"
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, record: Recorded

@@ -86,6 +86,14 @@ def test_the_table_rl_tells_the_kind(tmp_path: Path) -> None:
             {"lora": None, "rollout": {"engine": "openai", "url": "u", "model": "m"}},
             "full training needs an engine that loads weights",
         ),
+        (
+            {"rollout": {"engine": "sglang", "url": "u", "fp8_activations": True}},
+            "fp8_activations does nothing with engine sglang",
+        ),
+        (
+            {"lora": None, "rollout": {"fp8_activations": True}},
+            r"fp8_activations needs \[lora\]",
+        ),
         ({"lora": None, "layout": {"tp": 2}}, "a split model does not have on one rank"),
         (
             {"lora": None, "optimizer": {"weight_decay": 0.1}},

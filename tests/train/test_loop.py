@@ -134,6 +134,7 @@ def test_full_training_updates_every_parameter_but_not_the_routers_bias(
     assert kept == {name for name in before if name.endswith("expert_bias")} != set()
 
 
+@pytest.mark.cores
 def test_the_mtp_layer_trains_and_is_not_part_of_the_reported_loss(
     tiny_folder: TinyFolder, tmp_path: Path
 ) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from glm5.checkpoint.ckpt_dir import STEPS_FOLDER, saved_steps
+from glm5.checkpoint.ckpt_dir import STEPS_FOLDER, read_record, saved_steps
 from glm5.errors import CheckpointError, ConfigError
 from glm5.train import state as state_module
 from glm5.train.metrics import MetricsLog, read_metrics
@@ -66,6 +67,8 @@ def assert_same_run(got: Path, expected: Path, step: int = 6) -> None:
 KINDS = {
     "lora": {},
     "lora in bf16": {"model": {"dtype": "bfloat16"}},
+    "lora on float8": {"model": {"base_weights": "fp8", "recompute": "selective"}},
+    "products in float8": {"model": {"base_weights": "fp8", "fp8_compute": True}},
     "everything": {"lora": None},
     "the indexer": {"lora": {"targets": ["wq_b", "o_proj"]}},
     "dropout and whole parameters": {
@@ -80,7 +83,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def on_every_core(kind: str) -> Any:
+    """The kinds that every supported Megatron-Core is tried with."""
+    marks = [pytest.mark.cores] if kind in ("lora", "everything") else []
+    return pytest.param(kind, marks=marks)
+
+
+@pytest.mark.parametrize("kind", map(on_every_core, KINDS))
 def test_three_steps_and_three_more_are_six(
     tiny_folder: TinyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -105,6 +114,24 @@ def test_three_steps_and_three_more_are_six(
     for part in ("exp_avg.", "exp_avg_sq.", "num_steps"):
         assert any(part in name for name in changed), part
     assert sum(name.startswith("decoder.") for name in changed) > 10
+
+
+def test_a_base_in_float8_is_read_again_and_not_saved(
+    fp8_folder: TinyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"model": {"base_weights": "fp8"}, "train": {"steps": 3}}
+    run = make_run(fp8_folder("5"), tmp_path / "run", **options)
+    result = train(run, quiet=True)
+    saved = saved_state(tmp_path / "run", 3)
+    tensors = {n: t for n, t in saved.items() if isinstance(t, torch.Tensor)}
+    assert not any(t.dtype == torch.float8_e4m3fn for t in tensors.values())
+    assert not any("scale_inv" in name or name.endswith("base.weight") for name in tensors)
+    record = read_record(result.checkpoint)
+    assert (record.kind, record.base, record.base_weights) == ("adapter", run.model.path, "fp8")
+    # a run on the dequantised base is another run
+    other = make_run(fp8_folder("5"), tmp_path / "run", train={"steps": 4})
+    with pytest.raises(ConfigError, match=r"model\.base_weights"):
+        train(other, quiet=True)
 
 
 @pytest.fixture(scope="module")

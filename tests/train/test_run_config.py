@@ -189,6 +189,11 @@ def test_every_problem_is_listed_with_name_got_and_expected(tmp_path: Path) -> N
     ("override", "reason"),
     [
         ("model.dtype=float16", "'float32' or 'bfloat16'; did you mean bfloat16?"),
+        ("model.base_weights=int8", "'dtype' or 'fp8'"),
+        ("model.fp8_compute=true", "fp8_compute without base_weights 'fp8' changes nothing"),
+        ("model.fp8_transient_mib=64", "fp8_transient_mib without base_weights 'fp8' changes"),
+        ("model.base_weights=fp8", "'fp8' never trains, and without [lora] every weight does"),
+        ("model={path='x', base_weights='fp8', fp8_transient_mib=0}", "greater than or equal to 1"),
         ("model.path=''", "a string that is not empty"),
         ("model.path.x=1", "got {'x': 1}, expected a valid string"),
         ("model=3", "got 3, expected a table"),

@@ -21,13 +21,14 @@ from glm5.checkpoint.adapter_io import (
 )
 from glm5.checkpoint.atomic import new_folder
 from glm5.checkpoint.ckpt_dir import CheckpointRecord
-from glm5.checkpoint.dequantise import readable_by_transformers
+from glm5.checkpoint.dequantise import as_float8_base, readable_by_transformers
 from glm5.checkpoint.hf_folder import hf_folder
 from glm5.config import Glm5Config
 from glm5.errors import AdapterError, CheckFailedError
 from glm5.export.check import ExportCheck, as_it_is, check_logits
 from glm5.export.factors import trained_adapter
 from glm5.model.transformer_config import torch_dtype
+from glm5.parity.compare import relative_error
 from glm5.parity.logits import paired_logits, probe_tokens
 
 
@@ -40,10 +41,11 @@ def export_adapter(
 ) -> list[ExportCheck]:
     """Writes the adapters of an fp32 model as `consumer` loads them, in the dtype they trained in.
 
-    Before the folder appears it is verified. For "peft": PEFT has loaded it on the base model,
-    every tensor and every weight's delta was found there, and the logits agree. For an engine: the
-    rules of its loader hold, and what is read back are the factors that trained, short of the
-    linears in `without`.
+    Before the folder appears it is verified. For "peft": PEFT has loaded it on the base model as it
+    was trained on, every tensor and every weight's delta was found there, and the logits agree; how
+    far they are on a base that was quantised for training is told. For an engine: the rules of its
+    loader hold, and what is read back are the factors that trained, short of the linears in
+    `without`.
 
     Raises:
         CheckFailedError: PEFT drops or changes something, or computes other logits; or the file
@@ -54,7 +56,7 @@ def export_adapter(
     if consumer != "peft":
         adapter = without_linears(adapter, without)
         return _export_serving(model.config.glm5, record.base, out_dir, adapter, consumer)
-    return _export_peft(model, record.base, out_dir, adapter)
+    return _export_peft(model, record, out_dir, adapter)
 
 
 def _export_serving(
@@ -73,15 +75,17 @@ def _export_serving(
 
 
 def _export_peft(
-    model: GPTModel, base_name: str, out_dir: Path, adapter: LoraAdapter
+    model: GPTModel, record: CheckpointRecord, out_dir: Path, adapter: LoraAdapter
 ) -> list[ExportCheck]:
     glm5: Glm5Config = model.config.glm5
-    base = hf_folder(base_name)
+    assert record.base is not None
+    base = hf_folder(record.base)
+    is_float8 = record.base_weights == "fp8"
+    device = next(model.parameters()).device
     with new_folder(out_dir) as staging:
         folder = staging / "adapter"
-        write_peft_adapter(folder, adapter, config=glm5, base_name=base_name)
-        with readable_by_transformers(base, glm5) as readable:
-            device = next(model.parameters()).device
+        write_peft_adapter(folder, adapter, config=glm5, base_name=record.base)
+        with (as_float8_base if is_float8 else readable_by_transformers)(base, glm5) as readable:
             try:
                 verify_peft_adapter(folder, readable, glm5, adapter, device=device)
             except AdapterError as error:
@@ -93,6 +97,11 @@ def _export_peft(
         ours, theirs = paired_logits(model, reference, token_ids)
         checks = [check_logits("transformers + peft", theirs, ours)]
         checks += as_it_is(glm5, reference, token_ids, ours)
+        if is_float8 and glm5.fp8 is None:
+            reference = load_peft_model(folder, base, glm5, device=device).get_base_model()
+            _, theirs = paired_logits(model, reference, token_ids)
+            what = "on the base as it is stored, not quantised"
+            checks.append(ExportCheck(what, relative_error(theirs, ours), None))
         _move_up(folder, staging)
     return checks
 

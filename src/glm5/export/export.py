@@ -20,7 +20,7 @@ from glm5.errors import AdapterError, CheckpointError
 from glm5.export.adapter import export_adapter
 from glm5.export.check import ExportCheck
 from glm5.export.hf import export_hf
-from glm5.export.merged import export_merged
+from glm5.export.merged import MergedWeights, export_merged
 from glm5.export.restore import restore_model
 
 Form = Literal["adapter", "merged", "hf"]
@@ -33,10 +33,11 @@ def export(
     consumer: Consumer = "peft",
     *,
     without: Sequence[str] = (),
+    weights: MergedWeights | None = None,
 ) -> list[ExportCheck]:
     """Writes `checkpoint` (or the newest of a run) to the new folder `out_dir`, verified by
     loading. `consumer` is what loads an adapter; for an engine the linears named in `without` are
-    left out of it.
+    left out of it. `weights` is how those of a merged checkpoint are stored; None: as the base's.
 
     Raises:
         CheckpointError: no such checkpoint, a form that does not fit it, or `out_dir` is taken or
@@ -49,6 +50,7 @@ def export(
     _check_place(checkpoint, out_dir)
     _check_form(checkpoint, record.kind, form)
     _check_consumer(form, consumer, without)
+    _check_weights(form, weights)
     if record.lora is not None and consumer != "peft":
         _check_targets(record.lora.targets, consumer, without)
     _check_base(record)
@@ -57,7 +59,7 @@ def export(
     if form == "adapter":
         return export_adapter(model, record, out_dir, consumer, without)
     if form == "merged":
-        return export_merged(model, record, out_dir)
+        return export_merged(model, record, out_dir, weights)
     return export_hf(model, record, checkpoint, out_dir)
 
 
@@ -111,6 +113,15 @@ def _check_consumer(form: Form, consumer: Consumer, without: Sequence[str]) -> N
             f"--for {consumer} says nothing of --as {form}",
             expected="--for with --as adapter",
             remedy="leave --for out: a checkpoint of whole weights is loaded by all engines",
+        )
+
+
+def _check_weights(form: Form, weights: MergedWeights | None) -> None:
+    if weights is not None and form != "merged":
+        raise CheckpointError(
+            f"--weights {weights} says nothing of --as {form}",
+            expected="--weights with --as merged",
+            remedy="leave it out: factors, and weights that trained, are written as they trained",
         )
 
 

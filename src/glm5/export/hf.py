@@ -66,9 +66,7 @@ def write_hf(
 
 def exported_config(glm5: Glm5Config, dtype: str, *, include_mtp: bool) -> Glm5Config:
     """The config.json of weights that trained in `dtype`."""
-    raw = glm5.model_copy(update={"fp8": None}).to_hf_dict()
-    raw.pop("torch_dtype", None)
-    raw["dtype"] = dtype
+    raw = glm5.model_copy(update={"fp8": None}).in_dtype(dtype).to_hf_dict()
     if not include_mtp:
         raw["num_nextn_predict_layers"] = 0
     return Glm5Config.from_hf_dict(raw)

@@ -34,6 +34,11 @@ def _untrained(record: CheckpointRecord, dtype: str) -> GPTModel:
         (model,) = build_for(glm5, dtype=dtype, include_mtp=record.include_mtp)
         return model
     assert record.base is not None
-    model = load_model(record.base, dtype=dtype, latent_norm_eps=glm5.latent_norm_eps)
+    model = load_model(
+        record.base,
+        dtype=dtype,
+        latent_norm_eps=glm5.latent_norm_eps,
+        base_weights=record.base_weights,
+    )
     adapt([model], record.lora, seed=0)
     return model

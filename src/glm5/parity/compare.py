@@ -41,7 +41,7 @@ class Finding(Bounded):
     quantity: str
     worst: str
     error: float
-    limit: float
+    limit: float | None
 
 
 def relative_error(got: Tensor, reference: Tensor, *, floor: float = 0.0) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from glm5.checkpoint.dequantise import readable_by_transformers
+from glm5.checkpoint.dequantise import as_float8_base, readable_by_transformers
 from glm5.checkpoint.hf_model import load_hf_model
 from glm5.config import Glm5Config
 from glm5.parity.observation import Observation, document_slices, next_token_loss
@@ -23,6 +23,12 @@ def load_reference(folder: Path, glm5: Glm5Config, device: torch.device) -> Any:
         ConfigError, CheckpointError: transformers is too old, or cannot express or load the model.
     """
     with readable_by_transformers(folder, glm5) as readable:
+        return load_hf_model(readable, glm5).to(device)
+
+
+def load_float8_reference(folder: Path, glm5: Glm5Config, device: torch.device) -> Any:
+    """The same of what `base_weights` "fp8" makes of the folder, dequantised without rounding."""
+    with as_float8_base(folder, glm5) as readable:
         return load_hf_model(readable, glm5).to(device)
 
 

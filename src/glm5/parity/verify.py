@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from glm5.checkpoint.convert import block_scaled_tensors
+from glm5.checkpoint.hf_layout import hf_tensors
 from glm5.config import DEFAULT_LATENT_NORM_EPS, Glm5Config
 from glm5.parity.compare import Finding, compare
+from glm5.parity.float8 import float8_findings
 from glm5.parity.pair import observe_pair
 from glm5.parity.tokens import draw_tokens
 
@@ -56,6 +59,9 @@ def cases(topk: int) -> tuple[Case, ...]:
 def verify(model: GPTModel, reference: Any, *, seed: int = 0) -> Report:
     """Compares two models of one checkpoint, both fp32 and on one device.
 
+    A model on frozen float8 weights has no gradients of those; what products in float8 would change
+    is measured, too.
+
     Logits, hidden states, indexer scores and gradients of the next-token loss must agree to 1e-4 of
     their scale, selections wherever scores are further apart than rounding. `transformers` runs on
     our selection, so that a tie broken differently leaves the rest comparable.
@@ -70,6 +76,8 @@ def verify(model: GPTModel, reference: Any, *, seed: int = 0) -> Report:
         found, ties = _verify_case(model, reference, case, token_ids.to(device))
         findings += found
         tied_rows += ties
+    if model.config.base_weights == "fp8":
+        findings += float8_findings(model, draw_tokens(glm5, 3 * glm5.index_topk + 5, generator))
     return Report(tuple(findings), tied_rows, latent_eps_notes(glm5))
 
 
@@ -86,7 +94,10 @@ def latent_eps_notes(glm5: Glm5Config) -> tuple[str, ...]:
 def _finite_weights(model: GPTModel) -> Finding:
     """Some are invisible in what a model computes: a NaN in a router's bias orders both alike."""
     held = [*model.named_parameters(), *model.named_buffers()]
-    bad = [name for name, x in held if x.is_floating_point() and not x.isfinite().all()]
+    plain = [(name, x) for name, x in held if x.is_floating_point() and x.itemsize > 1]
+    bad = [name for name, x in plain if not x.isfinite().all()]
+    float8 = block_scaled_tensors(model).items()
+    bad += [name for name, x in float8 if torch.stack(x.count_faults()).any()]
     return Finding("-", "weights that are not finite", bad[0] if bad else "-", len(bad), 0)
 
 
@@ -97,5 +108,14 @@ def _verify_case(
     worst = max(pair.selections, key=lambda selection: selection.wrong_rows, default=None)
     where = f"layer {worst.layer}" if worst and worst.wrong_rows else "-"
     finding = Finding(case.name, "wrongly selected rows", where, pair.wrong_rows, 0)
-    findings = compare(case.name, pair.ours, pair.theirs, case.lengths)
+    theirs = replace(pair.theirs, gradients=_of_what_trains(model, pair.theirs.gradients))
+    findings = compare(case.name, pair.ours, theirs, case.lengths)
     return [*findings, finding], pair.tied_rows
+
+
+def _of_what_trains(model: GPTModel, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without those of frozen float8 weights; what passes through them reaches all others."""
+    if model.config.base_weights == "dtype":
+        return gradients
+    layout = hf_tensors(model.config.glm5)
+    return {name: gradient for name, gradient in gradients.items() if not layout[name].quantisable}

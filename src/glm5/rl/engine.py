@@ -13,6 +13,7 @@ from glm5.rl.engines.hf import HfEngine
 from glm5.rl.engines.http import HttpOptions
 from glm5.rl.engines.openai import OpenAiEngine
 from glm5.rl.engines.sglang import SglangEngine
+from glm5.rl.products import Products
 from glm5.rl.rollout import Engine
 from glm5.rl.run_config import RlConfig
 from glm5.rl.sections import RolloutSection
@@ -23,13 +24,23 @@ def build_engine(run: RlConfig, folder: Path, glm5: Glm5Config, device: torch.de
     the run will want of it.
 
     Raises:
-        EngineError: the server does not answer, or lacks something.
+        EngineError: the server does not answer, or lacks something. ConfigError: float8 is asked of
+        a checkpoint that has none.
     """
     section = run.rollout
     if section.engine == "hf":
         dtype = torch_dtype(section.dtype or run.model.dtype)
         options = {} if section.max_batch is None else {"max_batch": section.max_batch}
-        return HfEngine(folder, glm5, device, dtype, **options)
+        fp8 = bool(section.fp8_activations)
+        return HfEngine(
+            folder,
+            glm5,
+            device,
+            dtype,
+            base_weights=run.model.base_weights,
+            fp8_activations=fp8,
+            **options,
+        )
     assert section.url is not None
     if section.engine == "sglang":
         return SglangEngine(
@@ -61,6 +72,21 @@ def check_records(run: RlConfig, engine: Engine) -> None:
             got=f"rl.replay = {run.rl.replay!r} with {type(engine).__name__}",
             remedy="set rl.replay = 'none'",
         )
+
+
+def trainer_products(run: RlConfig) -> Products:
+    """How the trainer multiplies linears."""
+    return "fp8" if run.model.fp8_compute else "exact"
+
+
+def describe_quantised_base(run: RlConfig, glm5: Glm5Config) -> str | None:
+    """A line for the start of a run whose server has to be given the trainer's weights."""
+    if run.rollout.engine == "hf" or run.model.base_weights == "dtype" or glm5.fp8 is not None:
+        return None
+    return (
+        f"the trainer quantises {run.model.path}: unless the server serves weights that are "
+        "quantised alike, what that changes is in the gap (docs/rl.md)"
+    )
 
 
 def _http_options(section: RolloutSection) -> HttpOptions:

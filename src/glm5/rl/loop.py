@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 
 import numpy as np
@@ -17,12 +17,14 @@ from glm5.rl.batch import PolicyBatcher, StepPlan, plan_step
 from glm5.rl.choices import Choices, ChoiceShape
 from glm5.rl.clock import Clock
 from glm5.rl.collect import Collected, Collector, Decode, Group
+from glm5.rl.engine import trainer_products
 from glm5.rl.first_rank import FirstRank
 from glm5.rl.gap import Gap, GapLimits
 from glm5.rl.gap_meter import GapMeter
 from glm5.rl.metrics import collected_metrics, policy_metrics
 from glm5.rl.passes import Batch, Passes, Replayer, Scores
 from glm5.rl.policy_loss import PolicyLoss, check_finite
+from glm5.rl.products import product_labels
 from glm5.rl.row import Document
 from glm5.rl.run_config import RlConfig
 from glm5.rl.samples import Sample, step_samples, write_samples
@@ -106,6 +108,12 @@ class RlLoop(StepLoop):
                 values |= self._learn(batch, scores, step)
         values["tokens"] = sum(document.num_tokens for document in documents)
         return values | clock.seconds()
+
+    def _labels(self) -> Mapping[str, str]:
+        collector = self._collector
+        if collector is None:
+            return {}
+        return product_labels(trainer_products(self._run), collector.engine.products)
 
     def _keep_samples(
         self, step: int, collected: Collected, documents: Sequence[Document], gap: Gap | None

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm5.rl.choices import Choices
+from glm5.rl.products import Products
 from glm5.rl.recorded import Recorded
 
 Finish = Literal["stop", "length"]
@@ -72,6 +73,10 @@ class Engine(Protocol):
     @property
     def can_record(self) -> bool:
         """Whether rollouts can carry choices that a replay needs, of one kind at least."""
+
+    @property
+    def products(self) -> Products:
+        """How it multiplies linears, as far as it tells."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, record: Recorded

@@ -12,9 +12,16 @@ from glm5.checkpoint.adapter_engines import check_servable
 from glm5.config import Glm5Config
 from glm5.errors import ConfigError
 from glm5.rl.collect import Collector
-from glm5.rl.engine import build_engine, check_records, engine_latent_norm_eps
+from glm5.rl.engine import (
+    build_engine,
+    check_records,
+    describe_quantised_base,
+    engine_latent_norm_eps,
+    trainer_products,
+)
 from glm5.rl.first_rank import FirstRank
 from glm5.rl.loop import RlLoop
+from glm5.rl.products import describe_products
 from glm5.rl.prompts import PromptSet, load_prompts
 from glm5.rl.rewards import Reward, build_reward
 from glm5.rl.rollout import Engine, Sampling
@@ -24,10 +31,12 @@ from glm5.rl.sync import WeightSync, consumer_of
 from glm5.runtime.distributed import default_device
 from glm5.train.chat import ChatTokenizer
 from glm5.train.session import (
+    Progress,
     Say,
     Start,
     TrainResult,
     find_start,
+    hear_nothing,
     in_output_folder,
     say_nothing,
     start_state,
@@ -66,13 +75,15 @@ def train_rl(
     engine: Engine | None = None,
     say: Say = say_nothing,
     show: Show = show_nothing,
+    reading: Progress = hear_nothing,
     quiet: bool = False,
 ) -> TrainResult:
     """Trains as the run says, resuming where it may, and saves at the end or when stopped.
 
     `engine` takes the place of the one that the run names; the run gives it back at its end. `say`
-    hears on the first rank what the data and the model came to, and `show` gets a few completions
-    of the last step; progress goes to standard error unless `quiet`.
+    hears on the first rank what the data and the model came to, `reading` of (bytes of its part of
+    the model read, of how many), and `show` gets a few completions of the last step; progress of
+    the steps goes to standard error unless `quiet`.
 
     Raises:
         ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any
@@ -81,10 +92,14 @@ def train_rl(
         or a log-probability is no longer a number.
     """
     with in_output_folder(run):
-        return _train(run, engine, say if is_writer() else say_nothing, show, quiet)
+        if not is_writer():
+            say, reading = say_nothing, hear_nothing
+        return _train(run, engine, say, show, reading, quiet)
 
 
-def _train(run: RlConfig, engine: Engine | None, say: Say, show: Show, quiet: bool) -> TrainResult:
+def _train(
+    run: RlConfig, engine: Engine | None, say: Say, show: Show, reading: Progress, quiet: bool
+) -> TrainResult:
     start = find_start(run, _data_files(run))
     glm5 = _engine_config(run, start.folder)
     _check_targets(run)
@@ -94,7 +109,7 @@ def _train(run: RlConfig, engine: Engine | None, say: Say, show: Show, quiet: bo
     )
     collector = first_rank.keep(lambda: _collector(run, start, glm5, text, engine, say))
     try:
-        return _take_steps(run, start, glm5, collector, first_rank, text, say, show, quiet)
+        return _take_steps(run, start, glm5, collector, first_rank, text, say, show, reading, quiet)
     finally:
         if collector is not None:
             collector.close()
@@ -109,10 +124,11 @@ def _take_steps(
     text: _Text,
     say: Say,
     show: Show,
+    reading: Progress,
     quiet: bool,
 ) -> TrainResult:
     model = run.model.model_copy(update={"latent_norm_eps": glm5.latent_norm_eps})
-    state = start_state(run.model_copy(update={"model": model}), start, say)
+    state = start_state(run.model_copy(update={"model": model}), start, say, reading)
     chunks = [chunk.module for chunk in state.chunks]
     sync = WeightSync(run, chunks, start.folder, first_rank)
     first_rank.keep(sync.clear)
@@ -132,6 +148,9 @@ def _collector(
     say(_describe(prompts))
     engine = engine or build_engine(run, start.folder, glm5, default_device())
     check_records(run, engine)
+    say(describe_products(trainer_products(run), engine.products))
+    if note := describe_quantised_base(run, glm5):
+        say(note)
     sampling = Sampling(
         temperature=run.rollout.temperature,
         top_p=run.rollout.top_p,

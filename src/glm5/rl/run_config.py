@@ -100,6 +100,11 @@ class RlConfig(RunFile):
 
     def _full_problems(self) -> list[str]:
         problems = []
+        if self.rollout.fp8_activations:
+            problems.append(
+                "rollout.fp8_activations needs [lora]: full training hands over weights that are "
+                "in no float8"
+            )
         if self.rl.kl_coeff:
             problems.append(
                 f"rl.kl_coeff {self.rl.kl_coeff} needs [lora]: the reference is the model with its "

@@ -26,6 +26,7 @@ _OF_ENGINES = {
     "log_probs": ("openai",),
     "dtype": ("hf",),
     "max_batch": ("hf",),
+    "fp8_activations": ("hf",),
 }
 _NEEDED = {"sglang": ("url",), "openai": ("url", "model"), "hf": ()}
 
@@ -170,6 +171,9 @@ class RolloutSection(Section):
     """hf: type of its copy of the weights; absent: model.dtype."""
     max_batch: Count | None = None
     """hf: completions that are computed together."""
+    fp8_activations: bool | None = None
+    """hf, of an FP8 checkpoint: whether its linears but kv_b_proj see their inputs in float8, as in
+    an engine that serves it; absent: false."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

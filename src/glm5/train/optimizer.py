@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from glm5.runtime.distributed import has_gloo_groups
 from glm5.train.sections import OptimizerSection
 
 
@@ -40,7 +41,9 @@ def build_optimizer(
         params_dtype=model_config.params_dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, list(chunks))
+    optimizer = get_megatron_optimizer(
+        config, list(chunks), use_gloo_process_groups=has_gloo_groups()
+    )
     assert isinstance(optimizer, ChainedOptimizer)
     return optimizer
 

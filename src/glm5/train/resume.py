@@ -90,6 +90,7 @@ def checkpoint_record(
         dtype=run.model.dtype,
         include_mtp=run.model.mtp,
         base=run.model.path if lora else None,
+        base_weights=run.model.base_weights,
         lora=lora_record(lora) if lora else None,
         inputs=inputs,
         run=run.to_toml_dict(),

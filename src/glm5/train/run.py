@@ -11,9 +11,11 @@ from glm5.train.loop import TrainLoop
 from glm5.train.packing import PackedDataset
 from glm5.train.run_config import RunConfig
 from glm5.train.session import (
+    Progress,
     Say,
     TrainResult,
     find_start,
+    hear_nothing,
     in_output_folder,
     say_nothing,
     start_state,
@@ -23,28 +25,37 @@ from glm5.train.state import is_writer
 from glm5.train.template import load_tokenizer
 
 
-def train(run: RunConfig, *, say: Say = say_nothing, quiet: bool = False) -> TrainResult:
+def train(
+    run: RunConfig,
+    *,
+    say: Say = say_nothing,
+    reading: Progress = hear_nothing,
+    quiet: bool = False,
+) -> TrainResult:
     """Trains as the run says, resuming where it may, and saves at the end or when stopped.
 
-    `say` hears on the first rank what the data and the model came to; progress goes to standard
-    error unless `quiet`.
+    `say` hears on the first rank what the data and the model came to, and `reading` of (bytes read
+    of its part of the model, of how many); progress of the steps goes to standard error unless
+    `quiet`.
 
     Raises:
         ConfigError, DataError, CheckpointError, AdapterError, LayoutError: bad input, before any
         step. DivergedError: the loss is no longer a number.
     """
     with in_output_folder(run):
-        return _train(run, say if is_writer() else say_nothing, quiet)
+        if not is_writer():
+            say, reading = say_nothing, hear_nothing
+        return _train(run, say, reading, quiet)
 
 
-def _train(run: RunConfig, say: Say, quiet: bool) -> TrainResult:
+def _train(run: RunConfig, say: Say, reading: Progress, quiet: bool) -> TrainResult:
     start = find_start(run, {"data.train": run.data.train, "data.eval": run.data.eval or ()})
     glm5 = Glm5Config.from_hf(start.folder)
     train_data, eval_data = load_datasets(run, start.folder, glm5)
     say(describe_data("train", train_data))
     if eval_data is not None:
         say(describe_data("eval", eval_data))
-    state = start_state(run, start, say)
+    state = start_state(run, start, say, reading)
     loop = TrainLoop(state, train_data, eval_data, run.train, shuffle=run.data.shuffle)
     return take_steps(run, start, state, loop, quiet)
 

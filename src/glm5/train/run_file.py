@@ -102,7 +102,11 @@ class RunFile(Section):
 
     def problems(self) -> list[str]:
         """What cannot be right though every section is."""
-        return [*self._schedule_problems(), *self._indexer_problems()]
+        return [
+            *self._schedule_problems(),
+            *self._indexer_problems(),
+            *self._base_weights_problems(),
+        ]
 
     @property
     def num_updates(self) -> int:
@@ -135,6 +139,14 @@ class RunFile(Section):
                 "make it positive, or drop the indexer from lora.targets"
             ]
         return []
+
+    def _base_weights_problems(self) -> list[str]:
+        if self.model.base_weights == "dtype" or self.lora is not None:
+            return []
+        return [
+            "model.base_weights 'fp8' never trains, and without [lora] every weight does: "
+            "add [lora], or set model.base_weights to 'dtype'"
+        ]
 
     @property
     def trains_indexer(self) -> bool:

@@ -73,6 +73,14 @@ class ModelSection(Section):
     """Hugging Face folder, or a repo id `owner/name`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights and the activations."""
+    base_weights: Literal["dtype", "fp8"] = "dtype"
+    """fp8: linears that an FP8 release quantises stay in float8, or are quantised when they are
+    read, and `[lora]` trains on them; dtype: all weights are of that type."""
+    fp8_compute: bool = False
+    """Whether float8 weights are multiplied in float8, with the activations quantised too: faster,
+    less exact."""
+    fp8_transient_mib: Annotated[int, Field(ge=1)] | None = None
+    """How much of a float8 kv_b_proj is dequantised at a time [MiB]; absent: 64."""
     attention_backend: Annotated[str, Field(min_length=1)] | None = None
     """Name of the attention backend; absent: the default of the device."""
     deterministic_attention: bool = False
@@ -84,6 +92,20 @@ class ModelSection(Section):
     mtp: bool = False
     """Whether the multi-token-prediction head is built; its loss trains it and the model, and with
     `[lora]` the adapters of the model alone."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        unused = {
+            "fp8_compute": self.fp8_compute,
+            "fp8_transient_mib": self.fp8_transient_mib is not None,
+        }
+        given = [name for name, is_given in unused.items() if is_given]
+        if given and self.base_weights != "fp8":
+            raise ValueError(
+                f"{' and '.join(given)} without base_weights 'fp8' changes nothing: "
+                "set base_weights to 'fp8', or remove it"
+            )
+        return self
 
 
 class LoraSection(Section):

@@ -33,6 +33,7 @@ from glm5.train.trainable import (
 )
 
 Say = Callable[[str], None]
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Start:
 def say_nothing(text: str) -> None:
     """For those who do not listen."""
     del text
+
+
+def hear_nothing(done: int, total: int) -> None:
+    """The same, of progress."""
+    del done, total
 
 
 @contextmanager
@@ -97,9 +103,9 @@ def find_start(run: RunFile, data: Mapping[str, Sequence[Path]]) -> Start:
     return Start(folder, resume_step, inputs)
 
 
-def start_state(run: RunFile, start: Start, say: Say) -> TrainState:
+def start_state(run: RunFile, start: Start, say: Say, reading: Progress) -> TrainState:
     """Loads the base, what trains on it, and the checkpoint where there is one."""
-    chunks = build_trainable(run, start.folder)
+    chunks = build_trainable(run, start.folder, reading)
     say(describe_model(chunks))
     init_from = None if run.lora is None else run.lora.init_from
     if init_from is not None and not start.resume_step:

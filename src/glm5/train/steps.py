@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ class StepLoop(ABC):
     def _eval_values(self, step: int, finished: bool) -> Values:
         """An evaluation after the step, if one is due; a run ends if `eval_loss` is no number."""
         del step, finished
+        return {}
+
+    def _labels(self) -> Mapping[str, str]:
+        """Words that every line of the metrics carries."""
         return {}
 
     def run(
@@ -65,7 +69,7 @@ class StepLoop(ABC):
                 diverged = not math.isfinite(values.get("eval_loss", 0.0))
             must_show = finished or diverged or "eval_loss" in values
             if log is not None and is_due(step, self.section.log_every, must_show):
-                log.log(step, {**values, **window.close()})
+                log.log(step, {**values, **window.close(), **self._labels()})
             if diverged:
                 raise _diverged(step, values)
             # a stop saves and logs nothing more, so that a resumed run logs what a whole one does

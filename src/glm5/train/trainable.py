@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.core.models.gpt import GPTModel
@@ -12,6 +12,7 @@ from glm5.checkpoint.trained import adapt
 from glm5.config import Glm5Config
 from glm5.model.layout import check_layout
 from glm5.model.schedule import pipeline_layout
+from glm5.model.transformer_config import DEFAULT_FP8_TRANSIENT_MIB
 from glm5.runtime.distributed import Layout
 from glm5.train.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from glm5.train.resume import lora_record
@@ -31,10 +32,15 @@ def check_splits(run: RunFile, folder: Path) -> None:
     pipeline_layout(glm5, stages, run.layout.layers_per_stage, mtp=run.model.mtp)
 
 
-def build_trainable(run: RunFile, folder: Path) -> list[GPTModel]:
+def build_trainable(
+    run: RunFile,
+    folder: Path,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[GPTModel]:
     """This rank's stages of the model of the run, with adapters attached when it has them."""
     chunks = load_chunks(
         folder,
+        progress=progress,
         backend=run.model.attention_backend,
         dtype=run.model.dtype,
         deterministic_attention=run.model.deterministic_attention,
@@ -44,6 +50,9 @@ def build_trainable(run: RunFile, folder: Path) -> list[GPTModel]:
         latent_norm_eps=run.model.latent_norm_eps,
         layers_per_stage=run.layout.layers_per_stage,
         attention_parallel=run.layout.attention_parallel,
+        base_weights=run.model.base_weights,
+        fp8_compute=run.model.fp8_compute,
+        fp8_transient_mib=run.model.fp8_transient_mib or DEFAULT_FP8_TRANSIENT_MIB,
     )
     if run.lora is not None:
         adapt(chunks, lora_record(run.lora), seed=run.train.seed)

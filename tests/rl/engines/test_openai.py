@@ -19,6 +19,7 @@ from tests.rl.engines.conftest import MakeAdapter
 from tests.rl.engines.openai_server import MODEL, FakeVllm
 from tests.rl.engines.prompts import make_requests, make_sampling
 from tests.rl.engines.serving import running
+from tests.tiny_models import TinyFolder
 
 CPU = torch.device("cpu")
 FAST = HttpOptions(read_timeout_s=20.0, max_attempts=3, backoff_s=0.01, num_in_flight=4)
@@ -177,3 +178,17 @@ def test_a_malformed_reply_names_the_request(
     with pytest.raises(EngineError, match="prompt-0") as caught:
         engine.generate(make_requests((5,)), make_sampling(), record="none")
     assert message in caught.value.what
+
+
+def test_the_folder_that_is_served_tells_how_it_multiplies(
+    glm5: Glm5Config, tiny_folder: TinyFolder
+) -> None:
+    """Of other weights vLLM may still have been told to quantise them."""
+    cards: list[dict[str, Any]] = [{"id": "other"}, {"id": MODEL}]
+    app = FastAPI()
+    app.get("/v1/models")(lambda: {"data": cards})
+    fp8, plain = str(tiny_folder("5", fp8=True)), str(tiny_folder("5"))
+    with running(app) as url:
+        for root, products in ((None, "untold"), (plain, "untold"), (fp8, "fp8")):
+            cards[1]["root"] = root
+            assert OpenAiEngine(url, MODEL, glm5, options=FAST).products == products

@@ -564,3 +564,38 @@ def test_a_key_goes_with_every_request(
         options = HttpOptions(api_key="secret")
         SglangEngine(url, glm5, record="none", lora=False, options=options)
     assert keys == ["Bearer secret"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "model", "products"),
+    [
+        (None, {"fp8": True}, "fp8"),
+        ("fp8", {"fp8": True}, "fp8"),
+        (None, {}, "exact"),
+        # by a scheme of its own, not in blocks
+        ("fp8", {}, "other"),
+        ("w8a8_int8", {"fp8": True}, "other"),
+        (None, None, "untold"),
+        ("fp8", None, "untold"),
+    ],
+)
+def test_how_the_server_multiplies_is_read_from_what_it_tells(
+    fake: FakeSglang,
+    served: tuple[FakeSglang, str],
+    glm5: Glm5Config,
+    tiny_folder: TinyFolder,
+    quantization: str | None,
+    model: dict[str, Any] | None,
+    products: str,
+) -> None:
+    path = "/on/the/server" if model is None else str(tiny_folder("5", **model))
+    fake.flags |= {"quantization": quantization, "model_path": path}
+    engine = SglangEngine(served[1], glm5, record="none", lora=False, options=FAST)
+    assert engine.products == products
+
+
+def test_a_server_that_names_no_model(
+    fake: FakeSglang, served: tuple[FakeSglang, str], glm5: Glm5Config
+) -> None:
+    engine = SglangEngine(served[1], glm5, record="none", lora=False, options=FAST)
+    assert engine.products == "untold"

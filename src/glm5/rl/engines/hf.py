@@ -11,14 +11,17 @@ import numpy as np
 import torch
 
 from glm5.checkpoint.adapter_io import attach_adapter, check_loaded_tensors, detach_adapter
-from glm5.checkpoint.dequantise import readable_by_transformers
+from glm5.checkpoint.dequantise import as_float8_base, readable_by_transformers
 from glm5.checkpoint.hf_model import load_hf_model
 from glm5.config import Glm5Config
-from glm5.errors import EngineError, Glm5Error
+from glm5.errors import ConfigError, EngineError, Glm5Error
+from glm5.model.transformer_config import BaseWeights
 from glm5.rl.engines.checks import check_prompts
+from glm5.rl.engines.fp8_activations import quantise_activations
 from glm5.rl.engines.hf_generate import Completion, complete
 from glm5.rl.engines.hf_record import HfRecorder, Record
 from glm5.rl.engines.records import pack_choices
+from glm5.rl.products import Products
 from glm5.rl.recorded import Recorded
 from glm5.rl.rollout import Request, Rollout, Sampling
 
@@ -40,17 +43,37 @@ class HfEngine:
         dtype: torch.dtype = torch.float32,
         *,
         max_batch: int = 64,
+        base_weights: BaseWeights = "dtype",
+        fp8_activations: bool = False,
     ) -> None:
         """Loads the folder; at most `max_batch` requests are computed together.
 
+        base_weights: as the trainer has them; with "fp8" the linears of an FP8 release are what
+        float8 and scales stand for, of the folder's own or of what it is quantised to.
+        fp8_activations: linears of an FP8 checkpoint multiply as in an engine that serves it, see
+        quantise_activations, with the weights that float8 and scales stand for; else with these in
+        the checkpoint's dtype.
+
         Raises:
-            ConfigError, CheckpointError: transformers is too old, or cannot load the folder.
+            ConfigError, CheckpointError: transformers is too old, or cannot load the folder; or
+            float8 is asked of a checkpoint that has none.
         """
+        if fp8_activations and glm5.fp8 is None:
+            raise ConfigError(
+                "rollout.fp8_activations is for FP8 checkpoints",
+                got=f"{folder}, whose config.json has no quantization_config",
+                remedy="leave it out, or give the FP8 release as model.path",
+            )
+        self._base_weights, self._fp8_activations = base_weights, fp8_activations
         self._glm5, self._device, self._dtype = glm5, device, dtype
         self._max_batch = max_batch
         self._peft: Any = None
         self._version = 0
         self._base = self._load(folder)
+
+    @property
+    def products(self) -> Products:
+        return "fp8" if self._fp8_activations else "exact"
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, record: Recorded
@@ -112,8 +135,17 @@ class HfEngine:
             yield complete(model, batch, sampling, HfRecorder(self._glm5, record))
 
     def _load(self, folder: Path) -> Any:
-        with readable_by_transformers(folder, self._glm5) as readable:
-            return load_hf_model(readable, self._glm5, self._dtype).to(self._device)
+        if not self._fp8_activations:
+            is_float8 = self._base_weights == "fp8"
+            copied = as_float8_base if is_float8 else readable_by_transformers
+            with copied(folder, self._glm5) as readable:
+                return load_hf_model(readable, self._glm5, self._dtype).to(self._device)
+        # dequantised to the dtype that it computes in: nothing is rounded before that
+        source = self._glm5.in_dtype(str(self._dtype).removeprefix("torch."))
+        with readable_by_transformers(folder, source) as readable:
+            model = load_hf_model(readable, self._glm5, self._dtype).to(self._device)
+        quantise_activations(model, self._glm5)
+        return model
 
     def _detach(self) -> None:
         if self._peft is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from glm5.rl.engines.checks import Reply, check_prompts, check_reply, checked_ro
 from glm5.rl.engines.http import Answer, HttpOptions, Server
 from glm5.rl.engines.params import shape_params
 from glm5.rl.engines.served_adapter import ServedAdapter
+from glm5.rl.products import Products, serves_fp8
 from glm5.rl.recorded import Recorded
 from glm5.rl.rollout import Request, Rollout, Sampling
 
@@ -53,7 +54,11 @@ class OpenAiEngine:
         self._server = Server(url, options or HttpOptions())
         self._adapter = ServedAdapter(self._server, "/v1", _LORA_REMEDY)
         self._version = 0
-        self._check_model()
+        self._products: Products = _products(self._find_model())
+
+    @property
+    def products(self) -> Products:
+        return self._products
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, record: Recorded
@@ -96,11 +101,13 @@ class OpenAiEngine:
         self._adapter.leave()
         self._server.close()
 
-    def _check_model(self) -> None:
+    def _find_model(self) -> dict[str, Any]:
+        """What the server says of the model."""
         answer = self._server.get("/v1/models")
         cards = answer.json.get("data") if isinstance(answer.json, dict) else None
         listed = cards if isinstance(cards, list) else []
-        names = [card.get("id") for card in listed if isinstance(card, dict)]
+        found = [card for card in listed if isinstance(card, dict)]
+        names = [card.get("id") for card in found]
         if self._model not in names:
             raise EngineError(
                 f"{self._server.url} does not serve the model",
@@ -108,6 +115,7 @@ class OpenAiEngine:
                 expected=self._model,
                 remedy="name one that it serves (vLLM: --served-model-name)",
             )
+        return found[names.index(self._model)]
 
     def _check_sampling(self, sampling: Sampling) -> None:
         is_raw = self._log_probs == "raw"
@@ -184,3 +192,8 @@ class OpenAiEngine:
                 expected=f"the {len(request.prompt_ids)} that were sent",
                 remedy="a server that adds no tokens and truncates no prompt",
             )
+
+
+def _products(card: Mapping[str, Any]) -> Products:
+    """vLLM tells the folder that it serves, but not whether it quantises that itself."""
+    return "fp8" if serves_fp8(card.get("root")) else "untold"

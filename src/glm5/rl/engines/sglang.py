@@ -24,6 +24,7 @@ from glm5.rl.engines.sglang_wire import (
     parse_reply,
     says_adapter_unknown,
 )
+from glm5.rl.products import Products
 from glm5.rl.recorded import STREAMS, Recorded
 from glm5.rl.rollout import Request, Rollout, Sampling
 
@@ -76,6 +77,10 @@ class SglangEngine:
     @property
     def can_record(self) -> bool:
         return self._args.can_record
+
+    @property
+    def products(self) -> Products:
+        return self._args.products
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, *, record: Recorded

@@ -8,6 +8,7 @@ from typing import Any
 from glm5.errors import EngineError
 from glm5.model.replay import Stream
 from glm5.rl.engines.http import Server
+from glm5.rl.products import Products, serves_fp8
 from glm5.rl.recorded import STREAMS, Recorded
 
 FLAGS = {
@@ -43,6 +44,17 @@ class ServerArgs:
     def require_record(self, recorded: Recorded) -> None:
         for stream in STREAMS[recorded]:
             self.require(_RECORD_KEYS[stream])
+
+    @property
+    def products(self) -> Products:
+        """How linears multiply, by the server's arguments and its model's config.json."""
+        named, is_fp8 = self._args.get("quantization"), serves_fp8(self._args.get("model_path"))
+        if named not in (None, "fp8"):
+            return "other"
+        if is_fp8 is None:
+            return "untold"
+        # --quantization fp8 of unquantised weights is not in blocks
+        return "fp8" if is_fp8 else "exact" if named is None else "other"
 
     @property
     def can_record(self) -> bool:
