@@ -27,6 +27,17 @@ def test_text_is_taken_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert "path [bold]x[/bold]" in text and "[red]x" in text and "/tmp/[a]" in text
 
 
+def test_a_table_cuts_no_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "model.layers.3.mlp.experts.0.gate_proj.weight"
+    Output(as_json=False).table("t", ("gradient", "error", "limit"), [(name, 0.5, 0.5)])
+    text = capsys.readouterr().out
+    cells = [line.split("\u2502")[1].strip() for line in text.splitlines() if "\u2502" in line]
+    assert "".join(cells) == name
+
+
 def test_the_plot_is_a_picture_whatever_was_evaluated(tmp_path: Path) -> None:
     lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "eval_loss": 2.5}]
     for name, metrics in (("with.png", lines), ("without.png", lines[:1])):

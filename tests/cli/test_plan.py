@@ -52,6 +52,15 @@ def test_nothing_fits(glm5: Glm5, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_float8_weights_fit_into_a_node(glm5: Glm5, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    arguments = ("plan", "GLM-5.2", "--gpus", 8, "--seq-len", 65536)
+    assert glm5(*arguments).exit_code == 1
+    result = glm5(*arguments, "--base-weights", "fp8", "--out", path)
+    assert result.exit_code == 0 and "lora over FP8 weights" in result.out
+    assert RunConfig.from_toml(path).model.base_weights == "fp8"
+
+
 def test_a_layout_is_drawn_whole(glm5: Glm5, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the width of a pipe or a log, one line for each stage."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -84,6 +93,7 @@ def test_interleaved_stages_are_drawn_in_one_line(glm5: Glm5) -> None:
         (["--gpus", "8", "--dry-run"], "nothing to plan for"),
         (["--layout", "tp=8", "--mtp"], "--mtp without --dry-run"),
         (["--layout", "tp=8", "--dry-run", "--out", "run.toml"], "writes no run file"),
+        (["--gpus", "8", "--mode", "full", "--base-weights", "fp8"], "float8 do not train"),
         (["--gpus", "8", "--out", "nosuch/run.toml"], "no folder for nosuch/run.toml"),
         ([], "nothing to plan for"),
     ],

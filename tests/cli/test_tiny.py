@@ -37,3 +37,9 @@ def test_a_seed_out_of_range_is_told(glm5: Glm5, tmp_path: Path, seed: int) -> N
     assert result.exit_code == 2
     assert f"got:      {seed}" in result.err and "0 to 4294967295" in result.err
     assert not (tmp_path / "a").exists()
+
+
+def test_it_writes_an_fp8_release_when_asked(glm5: Glm5, tmp_path: Path) -> None:
+    assert glm5("tiny", tmp_path / "a", "--variant", "5", "--fp8").exit_code == 0
+    fp8 = Glm5Config.from_hf(tmp_path / "a").fp8
+    assert fp8 is not None and fp8.weight_block_size == (128, 128)

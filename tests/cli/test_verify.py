@@ -42,3 +42,19 @@ def test_nothing_to_compare(glm5: Glm5, tiny_folder: TinyFolder, tmp_path: Path)
     set_config(folder, vocab_size=300)
     result = glm5("verify", folder)
     assert result.exit_code == 2 and "wrong shape" in result.err
+
+
+def test_an_fp8_checkpoint_is_verified_as_it_is(glm5: Glm5, tiny_folder: TinyFolder) -> None:
+    def cases(*arguments: object) -> set[str]:
+        result = glm5("verify", *arguments, "--json")
+        assert result.exit_code == 0 and result.json["ok"] is True
+        return {found["case"] for found in result.json["findings"]}
+
+    told = {"fp8_compute", "fp8_compute, same choices"}
+    fp8, plain = tiny_folder("5", fp8=True, dtype="bfloat16"), tiny_folder("5")
+    assert told < cases(fp8)
+    assert told < cases(plain, "--base-weights", "fp8")
+    assert not told & cases(fp8, "--base-weights", "dtype")
+    result = glm5("verify", fp8)
+    assert "told" in result.out and "verdict: the same model" in result.out
+    assert glm5("verify", fp8, "--base-weights", "int4").exit_code == 2

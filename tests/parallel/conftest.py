@@ -17,20 +17,20 @@ from tests.parallel.jobs import (
     without_decisions,
 )
 from tests.parallel.processes import run_ranks
-from tests.tiny_models import TinyFolder, tiny_folder
+from tests.tiny_models import TinyFolder, fp8_folder, tiny_folder
 
-__all__ = ["tiny_folder"]
+__all__ = ["fp8_folder", "tiny_folder"]
 
 # name -> (processes, layout, recipes)
 LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
     "dp2": (2, Layout(), ("adapters", "indexer")),
-    "ep2": (2, Layout(ep=2), ("adapters", "shared", "indexer")),
-    "etp2": (2, Layout(etp=2), ("adapters", "shared", "weights")),
-    "tp2": (2, Layout(tp=2), ("adapters", "shared", "heads", "mtp")),
-    "cp2": (2, Layout(cp=2), ("adapters", "indexer", "mtp", "bf16")),
-    "pp2": (2, Layout(pp=2), ("adapters", "mtp")),
-    "pp2vpp2": (2, Layout(pp=2, vpp=2), ("adapters", "mtp", "bf16")),
-    "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters", "bf16")),
+    "ep2": (2, Layout(ep=2), ("adapters", "shared", "indexer", "fp8")),
+    "etp2": (2, Layout(etp=2), ("adapters", "shared", "weights", "fp8")),
+    "tp2": (2, Layout(tp=2), ("adapters", "shared", "heads", "mtp", "fp8")),
+    "cp2": (2, Layout(cp=2), ("adapters", "indexer", "mtp", "bf16", "fp8")),
+    "pp2": (2, Layout(pp=2), ("adapters", "mtp", "fp8")),
+    "pp2vpp2": (2, Layout(pp=2, vpp=2), ("adapters", "mtp", "bf16", "fp8")),
+    "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters", "bf16", "fp8")),
     "tp2pp2ep2": (4, Layout(tp=2, pp=2, ep=2), ("adapters", "shared")),
     "tp2ep2etp2": (4, Layout(tp=2, ep=2, etp=2), ("adapters",)),
     "tp2cp2ep4": (4, Layout(tp=2, cp=2, ep=4), ("adapters", "shared")),
@@ -58,7 +58,9 @@ Ranks = Callable[[str, str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
-def job(tiny_folder: TinyFolder, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
+def job(
+    tiny_folder: TinyFolder, fp8_folder: TinyFolder, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Job]:
     """job(name, recipe) -> that recipe on the tiny 5.2, writing to a folder of its own."""
     folder = tmp_path_factory.mktemp("layouts")
     undecided = without_decisions(tiny_folder("5.2"), folder / "undecided")
@@ -66,6 +68,8 @@ def job(tiny_folder: TinyFolder, tmp_path_factory: pytest.TempPathFactory) -> Ca
     def make(name: str, recipe: str) -> Job:
         layout = LAYOUTS[name][1] if name in LAYOUTS else Layout()
         hf_dir = undecided if recipe in ("exact", "bf16") else tiny_folder("5.2")
+        if recipe == "fp8":
+            hf_dir = fp8_folder("5.2")
         return Job(hf_dir, folder / name / recipe, layout, recipe)
 
     return make

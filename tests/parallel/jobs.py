@@ -54,14 +54,14 @@ class Job:
     norms, embedding and head train beside them; dropout: on some linears; weights: full training
     with a frozen indexer; indexer: full training with the indexer's loss; mtp: that and the MTP
     layer's; heads: the same with attention shared by heads; exact, bf16: adapters in fp32 and in
-    bf16 on a model `without_decisions`."""
+    bf16 on a model `without_decisions`; fp8: adapters on frozen float8 weights."""
     resume_from: Path | None = None
     """Run folder of another layout, whose last checkpoint is gone on from."""
     recompute: str = "none"
     adapter_rank: int = 3
 
     def run_config(self) -> RunConfig:
-        adapts = self.recipe in ("adapters", "shared", "dropout", "exact", "bf16")
+        adapts = self.recipe in ("adapters", "shared", "dropout", "exact", "bf16", "fp8")
         lora: dict[str, Any] | None = {"rank": self.adapter_rank, "alpha": 6.0} if adapts else None
         if lora is not None and self.recipe == "shared":
             lora["expert_lora"] = "shared_outer"
@@ -72,6 +72,7 @@ class Job:
             "model": {
                 "path": str(self.hf_dir),
                 "dtype": "bfloat16" if self.recipe == "bf16" else "float32",
+                "base_weights": "fp8" if self.recipe == "fp8" else "dtype",
                 "recompute": self.recompute,
                 "mtp": self.recipe in ("mtp", "heads"),
             },

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,15 @@ def run_ranks(
     work: Callable[..., Any],
     *args: Any,
     dying_rank: int | None = None,
+    preload: Sequence[str] = PRELOADED,
 ) -> list[Any]:
     """What work(*args) returned in each of `count` processes, as torchrun would start them.
 
     Results are what torch.load(weights_only=True) reads: tensors, numbers, strings, containers. An
     error in one process, or one that hangs, fails the test with its traceback; `dying_rank` is
-    meant to end early or to hang, and has no result.
+    meant to end early or to hang, and has no result. The first call says what all import.
     """
-    _prepare()
+    _prepare(preload)
     folder.mkdir(parents=True, exist_ok=True)
     environment = {
         "WORLD_SIZE": str(count),
@@ -80,12 +81,12 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _prepare() -> None:
+def _prepare(preload: Sequence[str]) -> None:
     # the fork server takes its path from the environment when it starts
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
-        _FORKS.set_forkserver_preload(PRELOADED)
+        _FORKS.set_forkserver_preload(list(preload))
         multiprocessing.forkserver.ensure_running()
 
 

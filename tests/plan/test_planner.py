@@ -10,7 +10,7 @@ from glm5.errors import ConfigError
 from glm5.plan.arithmetic import _mean_keys
 from glm5.plan.hardware import GIB
 from glm5.plan.layouts import place, smallest_world
-from glm5.plan.memory import stage_elements
+from glm5.plan.memory import moments, stage_elements
 from glm5.plan.models import published_name, read_model
 from glm5.plan.planner import Candidate, best, best_recompute, candidates, evaluate
 from glm5.plan.recipe import recipe
@@ -22,6 +22,7 @@ from tests.tiny_models import TinyFolder
 
 NAME, GLM52 = read_model("GLM-5.2")
 LORA, FULL = Workload(), Workload(mode="full")
+FLOAT8 = Workload(base_weights="fp8")
 EXPERTS = Workload(targets=("o_proj", "up_proj"), expert_lora="shared_outer")
 
 
@@ -47,6 +48,25 @@ def test_experts_that_are_shared_out_have_an_optimizer_of_their_own(ep: int) -> 
     dense = (held.trained - held.experts) // ep
     together = held.trained if ep == 1 else max(held.experts, dense)
     assert figures.memory.transient + figures.memory.activations == 4 * together
+
+
+def test_float8_weights_fit_the_whole_model_into_a_node() -> None:
+    work = replace(LORA, base_weights="fp8", seq_len=65536)
+    plain = replace(work, base_weights="dtype")
+    for sizes in ({"ep": 8, "cp": 8}, {"tp": 8, "ep": 8}):
+        assert on(work, **sizes).fits(141) and not on(plain, **sizes).fits(141)
+        # every pass reads half the bytes
+        seconds = [on(w, **sizes).stages[0].seconds.products for w in (work, plain)]
+        assert seconds[0] <= seconds[1]
+
+
+def test_the_fullest_moment_is_one_of_those_that_are_told() -> None:
+    layout = Layout(ep=8, cp=8)
+    work, placed = replace(LORA, recompute="full"), place(GLM52, layout, 8)
+    memory, stage = evaluate(GLM52, placed, work).stages[0].memory, on(work, ep=8, cp=8).stages[0]
+    found = moments(GLM52, stage.stage, placed, work, kept=memory.activations)
+    assert set(found) == {"layer", "optimizer step", "logits"}
+    assert memory.transient == max(found.values())
 
 
 def test_every_axis_takes_memory_off_a_gpu() -> None:
@@ -117,13 +137,14 @@ def test_interleaving_shortens_the_idle_time() -> None:
     assert interleaved.stages[0].memory.activations > plain.stages[0].memory.activations
 
 
-@pytest.mark.parametrize("work", [LORA, FULL, EXPERTS])
+@pytest.mark.parametrize("work", [LORA, FULL, EXPERTS, FLOAT8])
 def test_the_recipe_is_a_run_file_of_that_layout(tmp_path: Path, work: Workload) -> None:
     placed = place(GLM52, Layout(pp=8, ep=32), 256)
     path = tmp_path / "run.toml"
     path.write_text(recipe(NAME, evaluate(GLM52, placed, work)))
     run = RunConfig.from_toml(path)
     assert run.model.path == "zai-org/GLM-5.2" and run.model.recompute == work.recompute
+    assert run.model.base_weights == work.base_weights
     assert parallel_layout(run) == placed.layout
     assert run.layout.layers_per_stage == placed.layers_per_stage
     assert (run.lora is None) == (work.mode == "full")

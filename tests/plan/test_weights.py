@@ -1,9 +1,11 @@
 """Weights counted from a configuration: those of the published models, and of every real shard."""
 
+import math
 from typing import Any
 
 import pytest
 
+from glm5.checkpoint.hf_layout import hf_tensors
 from glm5.checkpoint.tiny import tiny_config
 from glm5.config import Glm5Config
 from glm5.lora.attach import attach_lora
@@ -86,3 +88,23 @@ def test_the_share_of_a_rank(
     assert weight.adapter_elements(layout, work)[0] == shared_outer
     nothing = weight.adapter_elements(layout, Workload(adapter_rank=2, expert_lora="none"))[0]
     assert nothing == (0 if experts else adapter)
+
+
+@pytest.mark.parametrize("model", ["GLM-5", "GLM-5.2"])
+def test_float8_weights_are_those_that_a_release_quantises(model: str) -> None:
+    """With a byte each and four per block; what ranks cut finer is below a thousandth of that."""
+    _, glm5 = read_model(model)
+    tensors = hf_tensors(glm5.model_copy(update={"num_nextn_predict_layers": 0}))
+    sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
+    float8 = sum(sizes[name] for name, tensor in tensors.items() if tensor.quantisable)
+    found = whole(glm5, Workload(targets=(), base_weights="fp8"))
+    assert found.float8 == float8
+    blocks = sum(
+        math.ceil(tensor.shape[0] / 128) * math.ceil(tensor.shape[1] / 128)
+        for tensor in tensors.values()
+        if tensor.quantisable
+    )
+    expected = float8 + 4 * blocks + 2 * (found.total - float8)
+    assert found.num_bytes == pytest.approx(expected, rel=1e-5)
+    plain = whole(glm5, Workload(targets=()))
+    assert (plain.float8, plain.num_bytes) == (0, 2 * found.total)

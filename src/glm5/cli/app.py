@@ -61,6 +61,13 @@ class Variant(StrEnum):
     GLM_5_2 = "5.2"
 
 
+class BaseWeights(StrEnum):
+    """How a model holds the linears that an FP8 release quantises."""
+
+    DTYPE = "dtype"
+    FP8 = "fp8"
+
+
 class Form(StrEnum):
     """What an export writes."""
 
@@ -77,11 +84,55 @@ class Consumer(StrEnum):
     VLLM = "vllm"
 
 
+class MergedWeights(StrEnum):
+    """How the weights of a merged checkpoint are stored."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
 class ExpertLora(StrEnum):
     """How the adapters of the routed experts are laid out."""
 
     PER_EXPERT = "per_expert"
     SHARED_OUTER = "shared_outer"
+
+
+class ExpertAdapters(StrEnum):
+    """The same, or none."""
+
+    PER_EXPERT = "per_expert"
+    SHARED_OUTER = "shared_outer"
+    NONE = "none"
+
+
+class Recompute(StrEnum):
+    """Which activations are computed again in the backward pass."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class CoreSide(StrEnum):
+    """What a conversion of a core's own checkpoint makes."""
+
+    HF = "hf"
+    CORE = "core"
+
+
+class CoreRope(StrEnum):
+    """Which dimensions of an indexer head a Megatron-Core rotates."""
+
+    FIRST = "first"
+    LAST = "last"
+
+
+class CoreNorms(StrEnum):
+    """Where a Megatron-Core has the norms of the latents."""
+
+    FUSED = "fused"
+    OWN = "own"
 
 
 class Mode(StrEnum):
@@ -116,22 +167,32 @@ def tiny(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New folder.")],
     variant: Annotated[Variant, typer.Option(help="Which model it is shaped like.")],
     seed: Annotated[int, typer.Option(help="Seed of weights and data, below 2**32.")] = 0,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Linears as in an FP8 release.")] = False,
     json: Json = False,
 ) -> None:
     """Write a tiny Hugging Face checkpoint with random weights, a tokenizer and chat data."""
     from glm5.checkpoint.tiny import write_tiny
     from glm5.cli.output import Output
 
-    path = write_tiny(folder, variant.value, seed)
+    path = write_tiny(folder, variant.value, seed, fp8=fp8)
     Output(json).result({"folder": str(path), "variant": variant.value, "seed": seed})
 
 
 @app.command()
-def verify(hf_dir: HfDir, json: Json = False) -> None:
+def verify(
+    hf_dir: HfDir,
+    base_weights: Annotated[
+        BaseWeights | None,
+        typer.Option(help="How linears are held; left out: fp8 for an FP8 checkpoint, else dtype."),
+    ] = None,
+    json: Json = False,
+) -> None:
     """Compare a checkpoint's model with transformers, below and above topk, packed and unpacked."""
     from glm5.cli.verify import run_verify
 
-    raise typer.Exit(run_verify(hf_dir, json=json))
+    raise typer.Exit(
+        run_verify(hf_dir, base_weights=base_weights.value if base_weights else None, json=json)
+    )
 
 
 @app.command()
@@ -161,7 +222,7 @@ def train(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Fine-tune, or learn from rewards if there is [rl]; Ctrl-C saves, the same command resumes."""
+    """Fine-tune, or learn from rewards with a table rl; Ctrl-C saves, the same command resumes."""
     from glm5.cli.train import run_train
 
     run_train(run_file, overrides or [], json=json)
@@ -196,13 +257,67 @@ def export(
             "model than was trained. May be repeated.",
         ),
     ] = None,
+    weights: Annotated[
+        MergedWeights | None,
+        typer.Option(
+            help="How --as merged stores linears. fp8: block-scaled float8. bf16: in the dtype of "
+            "the base's config.json. Left out: as the base does.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write an adapter, a merged or a plain Hugging Face checkpoint, verified by loading it."""
     from glm5.cli.export import run_export
 
     run_export(
-        ckpt_dir, out_dir, form.value, consumer.value, without=tuple(without or ()), json=json
+        ckpt_dir,
+        out_dir,
+        form.value,
+        consumer.value,
+        without=tuple(without or ()),
+        weights=None if weights is None else weights.value,
+        json=json,
+    )
+
+
+@app.command("convert-core")
+def convert_core(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="IN", help="A checkpoint (torch_dist) of the core's own DSA, or HF_DIR."
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
+    to: Annotated[CoreSide, typer.Option("--to", help="What OUT is.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="HF_DIR", help="With --to hf: where config and tokenizer are."),
+    ] = None,
+    indexer_rope: Annotated[
+        CoreRope | None,
+        typer.Option(
+            help="What the core's indexer rotates of a head; left out, what the names of IN tell, "
+            "or what the installed core does."
+        ),
+    ] = None,
+    latent_norms: Annotated[
+        CoreNorms | None,
+        typer.Option(help="With --to core: fused is what Megatron-Core up to 0.18 has."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Turn a checkpoint of Megatron-Core's own DSA modules into a Hugging Face one, or back."""
+    from glm5.cli.convert_core import run_convert_core
+
+    run_convert_core(
+        source,
+        target,
+        to.value,
+        model=model,
+        indexer_rope=indexer_rope.value if indexer_rope else None,
+        latent_norms=latent_norms.value if latent_norms else None,
+        json=json,
     )
 
 
@@ -266,6 +381,9 @@ def plan(
     gpu_memory_gib: Annotated[float, typer.Option(min=1, help="Memory of one GPU.")] = 141.0,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a packed row.")] = 8192,
     mode: Annotated[Mode, typer.Option(help="What trains.")] = Mode.LORA,
+    base_weights: Annotated[
+        BaseWeights, typer.Option(help="LoRA: frozen linears in bf16, or in float8 with scales.")
+    ] = BaseWeights.DTYPE,
     layout: Annotated[
         str | None, typer.Option(metavar="tp=8,pp=4,ep=32", help="Explain this layout.")
     ] = None,
@@ -289,6 +407,7 @@ def plan(
         gpu_memory_gib=gpu_memory_gib,
         seq_len=seq_len,
         mode=mode.value,
+        base_weights=base_weights.value,
         layout=layout,
         layers_per_stage=layers_per_stage,
         dry_run=dry_run,
@@ -326,6 +445,75 @@ def kernels(
     from glm5.cli.bench import run_bench_kernels
 
     run_bench_kernels(with_peers=peers, only=only, roofline=roofline, json=json)
+
+
+@bench.command("node-share")
+def node_share(
+    layout: Annotated[
+        str,
+        typer.Option(
+            metavar="ep=8,cp=8", help="Of at most 8 GPUs, such as ep=8,cp=8 or tp=8,ep=8."
+        ),
+    ],
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="Folder, config.json, or a name such as GLM-5.2.")
+    ] = "GLM-5.2",
+    rank: Annotated[
+        int, typer.Option(min=0, help="Whose share; the last rank along cp has the most keys.")
+    ] = 0,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Take the first layers alone, as many as this.")
+    ] = None,
+    narrow: Annotated[
+        int, typer.Option(min=1, help="Divide all widths and the number of experts by this number.")
+    ] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 8192,
+    document_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each document; one as long as the row without it.")
+    ] = None,
+    base_weights: Annotated[
+        BaseWeights, typer.Option(help="Frozen linears in float8 with scales, or in bf16.")
+    ] = BaseWeights.FP8,
+    fp8_compute: Annotated[
+        bool, typer.Option("--fp8-compute", help="Multiply in float8, too.")
+    ] = False,
+    recompute: Annotated[
+        Recompute, typer.Option(help="Activations that are computed again.")
+    ] = Recompute.FULL,
+    targets: Annotated[
+        str, typer.Option(metavar="LINEAR,...", help="Linears that get adapters.")
+    ] = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj,gate_proj,up_proj,down_proj",
+    adapter_rank: Annotated[int, typer.Option(min=1, help="Inner width of the adapters.")] = 16,
+    expert_lora: Annotated[
+        ExpertAdapters, typer.Option(help="Adapters of routed experts.")
+    ] = ExpertAdapters.SHARED_OUTER,
+    steps: Annotated[int, typer.Option(min=3, help="Two warm up, the others are timed.")] = 5,
+    limit_gib: Annotated[
+        float, typer.Option(min=0.001, help="GPU memory that the tensors may take.")
+    ] = 132.0,
+    json: Json = False,
+) -> None:
+    """Train one rank's share of a node on this device: memory, time, bytes that would travel."""
+    from glm5.cli.bench_node import NodeShareOptions, run_bench_node_share
+
+    options = NodeShareOptions(
+        model=model,
+        layout=layout,
+        rank=rank,
+        layers=layers,
+        narrow=narrow,
+        tokens=tokens,
+        document_tokens=document_tokens,
+        base_weights=base_weights.value,
+        fp8_compute=fp8_compute,
+        recompute=recompute.value,
+        targets=targets,
+        adapter_rank=adapter_rank,
+        expert_lora=expert_lora.value,
+        steps=steps,
+        limit_gib=limit_gib,
+    )
+    run_bench_node_share(options, json=json)
 
 
 def run() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from glm5.cli.output import Output
+from glm5.errors import MegatronCoreError
+from glm5.runtime.megatron_core import SUPPORTED, probe_core
 
 # What the numbers of this project were proved with; the last two columns are for people.
 _PACKAGES = (
     ("torch", "==2.11.*", "required"),
-    ("megatron-core", ">=0.19,<0.20", "required"),
+    ("megatron-core", SUPPORTED, "required"),
     ("transformers", ">=5.13", "required"),
     ("safetensors", ">=0.5", "required"),
     ("peft", ">=0.21", "optional: export of adapters"),
@@ -28,12 +31,18 @@ def run_doctor(*, json: bool) -> int:
     output = Output(json)
     packages = [_package(*entry) for entry in _PACKAGES]
     device = _device()
+    core, problem = _core()
     backends = _backends()
     output.table("packages", ("package", "version", "supported", "need", ""), packages)
     rows = [(name, "yes" if available else "no", reason) for name, available, reason in backends]
     output.table("attention backends", ("backend", "runs here", "reason"), rows)
+    output.table(
+        "Megatron-Core", ("what", "answer"), [(what, str(answer)) for what, answer in core.items()]
+    )
+    if problem:
+        output.say(problem)
     output.say(f"python {platform.python_version()}; device: {device}")
-    ok = all(good for *_, need, good in packages if need == "required")
+    ok = not problem and all(good for *_, need, good in packages if need == "required")
     if json:
         output.result(
             {
@@ -41,6 +50,7 @@ def run_doctor(*, json: bool) -> int:
                 "python": platform.python_version(),
                 "device": device,
                 "packages": {name: found for name, found, *_ in packages},
+                "megatron_core": core,
                 "backends": {name: available for name, available, _ in backends},
             }
         )
@@ -63,6 +73,14 @@ def _device() -> str:
         return "cpu"
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return f"{torch.cuda.device_count()} x {', '.join(sorted(names))}"
+
+
+def _core() -> tuple[dict[str, object], str]:
+    """What the installed Megatron-Core does, or why that cannot be told."""
+    try:
+        return asdict(probe_core()), ""
+    except MegatronCoreError as error:
+        return {}, str(error)
 
 
 def _backends() -> list[tuple[str, bool, str]]:

@@ -30,7 +30,8 @@ class Output:
             return
         table = Table(title=escape(title), title_justify="left")
         for name in columns:
-            table.add_column(name)
+            # a long name goes on in the next line: cut, it would name nothing
+            table.add_column(name, overflow="fold")
         for row in rows:
             table.add_row(*(_cell(value) for value in row))
         self.console.print(table)

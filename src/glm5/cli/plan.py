@@ -17,7 +17,7 @@ from glm5.plan.memory import Kind, Memory
 from glm5.plan.models import read_model
 from glm5.plan.planner import Candidate, StageFigures, best, best_recompute, candidates
 from glm5.plan.recipe import recipe
-from glm5.plan.workload import Mode, Workload
+from glm5.plan.workload import BaseWeights, Mode, Workload
 
 _SHOWN = 12
 
@@ -30,6 +30,7 @@ class PlanOptions:
     gpu_memory_gib: float
     seq_len: int
     mode: Mode
+    base_weights: BaseWeights
     layout: str | None
     layers_per_stage: str | None
     dry_run: bool
@@ -47,7 +48,7 @@ def run_plan(model: str, options: PlanOptions, *, json: bool) -> int:
     output = Output(json)
     _check(options)
     name, glm5 = read_model(model)
-    work = Workload(mode=options.mode, seq_len=options.seq_len)
+    work = Workload(mode=options.mode, base_weights=options.base_weights, seq_len=options.seq_len)
     if options.layout is None:
         return _choose(output, name, glm5, work, options)
     layout = parse_layout(options.layout)
@@ -66,6 +67,12 @@ def _check(options: PlanOptions) -> None:
             "--mtp says what a dry run builds",
             got="--mtp without --dry-run",
             remedy="add --dry-run, or leave --mtp out",
+        )
+    if options.base_weights == "fp8" and options.mode == "full":
+        raise ConfigError(
+            "weights in float8 do not train",
+            got="--base-weights fp8 with --mode full",
+            remedy="use --mode lora, or leave --base-weights out",
         )
     out = options.out
     if out is None:
@@ -100,7 +107,7 @@ def _choose(
             remedy="try a multiple of 8",
         )
     output.table(
-        f"{name}, {work.mode}, {work.seq_len:,} tokens per row, {options.gpus} GPUs: "
+        f"{name}, {_spell_work(work)}, {work.seq_len:,} tokens per row, {options.gpus} GPUs: "
         f"the best {min(_SHOWN, len(found))} of {len(found)} layouts",
         ("layout", "recompute", "GiB of tensors", "GiB needed", "tokens/s at most", "fits"),
         [_row(candidate, options.gpu_memory_gib) for candidate in found[:_SHOWN]],
@@ -222,6 +229,10 @@ def _split(text: str | None) -> tuple[int, ...] | None:
 def _spell(placed: Placement) -> str:
     axes = asdict(placed.layout) | {"dp": placed.dp}
     return " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "one rank"
+
+
+def _spell_work(work: Workload) -> str:
+    return f"{work.mode} over FP8 weights" if work.base_weights == "fp8" else work.mode
 
 
 def _row(candidate: Candidate, gpu_memory_gib: float) -> tuple[Any, ...]:

@@ -90,8 +90,8 @@ def _weight_seconds(
     c: Glm5Config, stage: Stage, layout: Layout, work: Workload, passes: int
 ) -> float:
     """Every pass reads the weights: with few tokens per expert that is the longer part."""
-    held = stage_elements(c, stage, layout, work).total
-    return passes * act.BF16 * held / hw.MEMORY_BYTES_PER_S
+    held = stage_elements(c, stage, layout, work).num_bytes
+    return passes * held / hw.MEMORY_BYTES_PER_S
 
 
 def _sparse_seconds(c: Glm5Config, s: act.Shapes, work: Workload, forwards: int) -> float:

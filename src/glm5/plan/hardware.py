@@ -16,6 +16,9 @@ SPARSE_BACKWARD_FLOPS_PER_S = 433e12
 INDEXER_FLOPS_PER_S = 487e12
 # Datasheet, not measured here: NVLink 4 of an H200, one direction.
 NVLINK_BYTES_PER_S = 450e9
+# Assumed, not measured here: what a collective reaches of it, and what its start costs.
+NVLINK_SHARE = 0.8
+COLLECTIVE_START_S = 20e-6
 # Datasheet, not measured here: one 400 Gbit/s network adapter per GPU, one direction.
 NETWORK_BYTES_PER_S = 50e9
 # Datasheet: an HGX or DGX H200 has eight GPUs on one NVLink switch.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import repeat
 
 from glm5.config import Glm5Config
 from glm5.model.schedule import stage_starts
@@ -95,38 +96,64 @@ def stage_memory(
     layout = place.layout
     held = stage_elements(c, stage, layout, work)
     s = act.shapes(c, layout, work)
-    layers = [
-        (act.layer_bytes(c, s, layout, work, full=full, sparse=sparse), count)
-        for (full, sparse), count in stage.kinds.items()
-    ]
+    selections = sum(full for full, _ in stage.layers) * act.selection_bytes(c, s)
+    of_all_chunks = (
+        sum(_kept(layer, work) for layer in _layers(c, stage, layout, work)) + selections
+    )
+    kept = of_all_chunks * in_flight // len(stage.chunks)
+    dense, experts = _optimizer_elements(held, place)
+    return Memory(
+        weights=held.num_bytes,
+        gradients=GRADIENT_BYTES * held.trained,
+        optimizer=OPTIMIZER_BYTES * (dense + experts),
+        activations=kept,
+        buffers=act.buffer_bytes(c, s, layout),
+        transient=max(moments(c, stage, place, work, kept=kept).values()),
+    )
+
+
+def moments(
+    c: Glm5Config, stage: Stage, place: Placement, work: Workload, *, kept: int
+) -> dict[str, int]:
+    """Bytes of the moments that may be the fullest, beside `kept` activations and all that stays:
+    of a layer, of the loss, and of the optimiser's step."""
+    layout = place.layout
+    held = stage_elements(c, stage, layout, work)
     # a weight's gradient exists in bf16 before it is added to the fp32 one
     gradient = act.BF16 * max(
         w.elements(w.layer_weights(c, full=full, sparse=sparse), layout, work).largest
         for full, sparse in stage.kinds
     )
-    selections = sum(full for full, _ in stage.layers) * act.selection_bytes(c, s)
-    of_all_chunks = sum(_kept(layer, work) * count for layer, count in layers) + selections
-    kept = of_all_chunks * in_flight // len(stage.chunks)
-    moment = max(_fullest(layer, work) for layer, _ in layers) + gradient
-    if stage.last:
-        moment = max(moment, act.head_bytes(c, s, layout, work))
-    elif work.mode == "full":
-        moment += act.BF16 * held.largest - gradient
-    # ranks with the same weights share their optimiser; experts that are shared out have their own
-    dense, experts = (
-        (held.trained - held.experts) // place.copies,
-        held.experts // place.expert_copies,
-    )
+    if not stage.last and work.mode == "full":
+        gradient = act.BF16 * held.largest
+    dense, experts = _optimizer_elements(held, place)
     together = dense + experts if layout.ep * layout.etp == 1 else max(dense, experts)
-    return Memory(
-        weights=act.BF16 * held.total,
-        gradients=GRADIENT_BYTES * held.trained,
-        optimizer=OPTIMIZER_BYTES * (dense + experts),
-        activations=kept,
-        buffers=act.buffer_bytes(c, s, layout),
+    found = {
+        "layer": max(_fullest(layer, work) for layer in _layers(c, stage, layout, work)) + gradient,
         # no activation is left when the optimiser steps
-        transient=max(moment, STEP_BYTES * together - kept),
-    )
+        "optimizer step": max(0, STEP_BYTES * together - kept),
+    }
+    if stage.last:
+        found["logits"] = act.head_bytes(c, act.shapes(c, layout, work), layout, work)
+    return found
+
+
+def _layers(
+    c: Glm5Config, stage: Stage, layout: Layout, work: Workload
+) -> Iterator[act.LayerBytes]:
+    """One for each decoder layer."""
+    s = act.shapes(c, layout, work)
+    for (full, sparse), count in stage.kinds.items():
+        layer = act.layer_bytes(c, s, layout, work, full=full, sparse=sparse)
+        yield from repeat(layer, count)
+
+
+def _optimizer_elements(held: w.Elements, place: Placement) -> tuple[int, int]:
+    """(outside the routed experts, theirs) that a rank's optimiser has.
+
+    Ranks with the same weights share it; experts that are shared out have their own.
+    """
+    return (held.trained - held.experts) // place.copies, held.experts // place.expert_copies
 
 
 def _kept(layer: act.LayerBytes, work: Workload) -> int:

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.fp8 import FP8_DTYPE, SCALE_SUFFIX, Fp8DequantReader
+from glm5.checkpoint.fp8 import SCALE_SUFFIX, Fp8DequantReader
 from glm5.checkpoint.hf_layout import HfTensor, hf_tensors
 from glm5.checkpoint.safetensors_io import TensorReader
 from glm5.config import Glm5Config
+from glm5.ops.block_scaled import FP8_DTYPE
 
 
 @dataclass(frozen=True, slots=True)

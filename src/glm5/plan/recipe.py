@@ -40,6 +40,8 @@ def recipe_tables(model: str, candidate: Candidate) -> dict[str, dict[str, Any]]
         "train": {"steps": 500, "global_batch_size": place.gpus, "save_every": 50},
         "output": {"dir": "runs/planned"},
     }
+    if work.base_weights == "fp8":
+        tables["model"]["base_weights"] = "fp8"
     if layout.pp > 1:
         tables["layout"]["layers_per_stage"] = list(place.layers_per_stage)
     if is_lora:

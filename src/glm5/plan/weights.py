@@ -10,6 +10,10 @@ from glm5.config import Glm5Config
 from glm5.plan.workload import Workload
 from glm5.runtime.distributed import Layout
 
+BF16_BYTES = 2
+# A float8 value, and its part of the fp32 scale of a block of 128 x 128.
+FP8_BYTES = 1 + 4 / 128**2
+
 # How the ranks share a weight: its outputs, its inputs, or not at all.
 Split = Literal["column", "row", "whole"]
 
@@ -26,6 +30,8 @@ class Weight:
     """Routed experts are shared out over ep and cut over etp; all else is cut over tp."""
     together: int = 1
     """Weights of this size that are one tensor in Megatron: gate above up, and all experts."""
+    quantisable: bool = False
+    """Whether an FP8 release has it in float8."""
 
     def count(self, layout: Layout) -> int:
         """Of such weights on one rank."""
@@ -68,6 +74,13 @@ class Elements:
     """Of those that train, the routed experts' own."""
     largest: int
     """In full training, the largest single tensor."""
+    float8: int = 0
+    """Of all, those that are held in float8."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights, scales included."""
+        return BF16_BYTES * (self.total - self.float8) + round(FP8_BYTES * self.float8)
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(
@@ -75,12 +88,17 @@ class Elements:
             self.trained + other.trained,
             self.experts + other.experts,
             max(self.largest, other.largest),
+            self.float8 + other.float8,
         )
 
     def times(self, count: int) -> Elements:
         """Of so many equal layers."""
         return Elements(
-            self.total * count, self.trained * count, self.experts * count, self.largest
+            self.total * count,
+            self.trained * count,
+            self.experts * count,
+            self.largest,
+            self.float8 * count,
         )
 
 
@@ -98,7 +116,8 @@ def elements(weights: Iterable[Weight], layout: Layout, work: Workload) -> Eleme
         elif weight.name in work.targets:
             trained, of_experts = weight.adapter_elements(layout, work)
         total = own if work.mode == "full" else own + trained
-        found += Elements(total, trained, of_experts, largest)
+        float8 = own if weight.quantisable and work.base_weights == "fp8" else 0
+        found += Elements(total, trained, of_experts, largest, float8)
     return found
 
 
@@ -121,19 +140,19 @@ def layer_weights(c: Glm5Config, *, full: bool, sparse: bool) -> list[Weight]:
 
 def _attention(c: Glm5Config) -> Iterator[Weight]:
     heads = c.num_attention_heads
-    yield Weight("q_a_proj", c.q_lora_rank, c.hidden_size, "whole")
+    yield _linear("q_a_proj", c.q_lora_rank, c.hidden_size, "whole")
     yield _norm("q_a_layernorm", c.q_lora_rank)
-    yield Weight("q_b_proj", heads * c.qk_head_dim, c.q_lora_rank, "column")
-    yield Weight("kv_a_proj_with_mqa", c.d_qk, c.hidden_size, "whole")
+    yield _linear("q_b_proj", heads * c.qk_head_dim, c.q_lora_rank, "column")
+    yield _linear("kv_a_proj_with_mqa", c.d_qk, c.hidden_size, "whole")
     yield _norm("kv_a_layernorm", c.kv_lora_rank)
     kv_rows = heads * (c.qk_nope_head_dim + c.v_head_dim)
-    yield Weight("kv_b_proj", kv_rows, c.kv_lora_rank, "column")
-    yield Weight("o_proj", c.hidden_size, heads * c.v_head_dim, "row")
+    yield _linear("kv_b_proj", kv_rows, c.kv_lora_rank, "column")
+    yield _linear("o_proj", c.hidden_size, heads * c.v_head_dim, "row")
 
 
 def _indexer(c: Glm5Config) -> Iterator[Weight]:
-    yield Weight("wq_b", c.index_n_heads * c.index_head_dim, c.q_lora_rank, "whole")
-    yield Weight("wk", c.index_head_dim, c.hidden_size, "whole")
+    yield _linear("wq_b", c.index_n_heads * c.index_head_dim, c.q_lora_rank, "whole")
+    yield _linear("wk", c.index_head_dim, c.hidden_size, "whole")
     yield _norm("k_norm", 2 * c.index_head_dim)
     yield Weight("weights_proj", c.index_n_heads, c.hidden_size, "whole")
 
@@ -146,9 +165,14 @@ def _sparse_mlp(c: Glm5Config) -> Iterator[Weight]:
 
 
 def _gated_mlp(hidden: int, width: int) -> Iterator[Weight]:
-    yield Weight("gate_proj", width, hidden, "column", together=2)
-    yield Weight("up_proj", width, hidden, "column", together=2)
-    yield Weight("down_proj", hidden, width, "row")
+    yield _linear("gate_proj", width, hidden, "column", together=2)
+    yield _linear("up_proj", width, hidden, "column", together=2)
+    yield _linear("down_proj", hidden, width, "row")
+
+
+def _linear(name: str, rows: int, columns: int, split: Split, *, together: int = 1) -> Weight:
+    """One that the FP8 releases quantise."""
+    return Weight(name, rows, columns, split, together=together, quantisable=True)
 
 
 def _norm(name: str, size: int) -> Weight:

@@ -10,6 +10,7 @@ from glm5.train.run_config import DEFAULT_INDEXER_LOSS_COEFF
 from glm5.train.sections import ATTENTION_TARGETS, INDEXER_TARGETS
 
 Mode = Literal["lora", "full"]
+BaseWeights = Literal["dtype", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -21,6 +22,8 @@ class Workload:
     """One packed row of `seq_len` tokens per micro-batch, in bf16; adapters are bf16, too."""
 
     mode: Mode = "lora"
+    base_weights: BaseWeights = "dtype"
+    """With LoRA: the frozen linears in bf16 ("dtype"), or in float8 with scales ("fp8")."""
     seq_len: int = DEFAULT_SEQ_LEN
     recompute: Recompute = "full"
     adapter_rank: int = 16

@@ -1,0 +1,1 @@
+"""One rank's share of a layout, trained on one device: its memory, its time, what it would send."""
