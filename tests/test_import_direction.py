@@ -19,7 +19,8 @@ ROWS = (
     ("parity",),
     ("export", "train"),
     ("plan", "rl"),
-    ("cli",),
+    ("node_share",),
+    ("cli", "integrations"),
 )
 HEIGHT = {part: height for height, row in enumerate(ROWS) for part in row}
 

@@ -1,0 +1,1 @@
+"""glm5 inside other people's stacks."""
