@@ -61,6 +61,23 @@ def test_float8_weights_fit_into_a_node(glm5: Glm5, tmp_path: Path) -> None:
     assert RunConfig.from_toml(path).model.base_weights == "fp8"
 
 
+def test_the_adapters_of_a_run_are_counted(glm5: Glm5, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    arguments = ("plan", "GLM-5.2", "--layout", "ep=8,cp=8", "--seq-len", 65536)
+    arguments = (*arguments, "--base-weights", "fp8")
+    adapters = ("--targets", "o_proj, up_proj,down_proj", "--adapter-rank", 8)
+    adapters = (*adapters, "--expert-lora", "shared_outer")
+    few = glm5(*arguments, "--json").json["best"]
+    many = glm5(*arguments, *adapters, "--out", path, "--json").json["best"]
+    assert (
+        many["stages"][0]["memory_bytes"]["gradients"]
+        > few["stages"][0]["memory_bytes"]["gradients"]
+    )
+    lora = RunConfig.from_toml(path).lora
+    assert lora is not None and lora.rank == 8 and lora.expert_lora == "shared_outer"
+    assert lora.targets == ("o_proj", "up_proj", "down_proj")
+
+
 def test_a_layout_is_drawn_whole(glm5: Glm5, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the width of a pipe or a log, one line for each stage."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -95,6 +112,11 @@ def test_interleaved_stages_are_drawn_in_one_line(glm5: Glm5) -> None:
         (["--layout", "tp=8", "--dry-run", "--out", "run.toml"], "writes no run file"),
         (["--gpus", "8", "--mode", "full", "--base-weights", "fp8"], "float8 do not train"),
         (["--gpus", "8", "--out", "nosuch/run.toml"], "no folder for nosuch/run.toml"),
+        (["--gpus", "8", "--targets", "q_proj"], "names no linear of the model"),
+        (["--gpus", "8", "--targets", "o_proj,o_proj"], "names a linear twice"),
+        (["--gpus", "8", "--expert-lora", "none"], "--expert-lora none does nothing"),
+        (["--gpus", "8", "--mode", "full", "--adapter-rank", "8"], "would do nothing"),
+        (["--layout", "tp=8", "--dry-run", "--targets", "o_proj"], "would do nothing"),
         ([], "nothing to plan for"),
     ],
 )

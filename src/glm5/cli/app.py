@@ -384,6 +384,16 @@ def plan(
     base_weights: Annotated[
         BaseWeights, typer.Option(help="LoRA: frozen linears in bf16, or in float8 with scales.")
     ] = BaseWeights.DTYPE,
+    targets: Annotated[
+        str | None,
+        typer.Option(metavar="LINEAR,...", help="LoRA: which linears; the attention's without it."),
+    ] = None,
+    adapter_rank: Annotated[
+        int | None, typer.Option(min=1, help="LoRA: inner width; 16 without it.")
+    ] = None,
+    expert_lora: Annotated[
+        ExpertAdapters | None, typer.Option(help="LoRA: adapters of routed experts.")
+    ] = None,
     layout: Annotated[
         str | None, typer.Option(metavar="tp=8,pp=4,ep=32", help="Explain this layout.")
     ] = None,
@@ -408,6 +418,9 @@ def plan(
         seq_len=seq_len,
         mode=mode.value,
         base_weights=base_weights.value,
+        targets=targets,
+        adapter_rank=adapter_rank,
+        expert_lora=None if expert_lora is None else expert_lora.value,
         layout=layout,
         layers_per_stage=layers_per_stage,
         dry_run=dry_run,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from glm5.cli.adapters import targets_of
 from glm5.cli.output import Output
 from glm5.errors import CheckFailedError, ConfigError, LayoutError
 from glm5.lora.spec import ExpertLora
@@ -93,13 +94,14 @@ def share_of(options: NodeShareOptions) -> Share:
         )
     _, glm5 = read_model(options.model)
     config = cut_model(glm5, layers=options.layers, narrow=options.narrow)
+    targets = targets_of(options.targets)
     seq_len = options.tokens * layout.cp * layout.tp
     work = Workload(
         base_weights=options.base_weights,
         seq_len=seq_len,
         recompute=options.recompute,
         adapter_rank=options.adapter_rank,
-        targets=_targets(options.targets),
+        targets=targets,
         expert_lora=options.expert_lora,
     )
     return Share(
@@ -262,22 +264,6 @@ def _check(options: NodeShareOptions, measured: Measured) -> None:
             expected=f"at most {options.limit_gib:g} GiB",
             remedy="see the parts above: fewer tokens, targets or ranks of adapters",
         )
-
-
-def _targets(text: str) -> tuple[str, ...]:
-    from typing import get_args
-
-    from glm5.train.sections import AttentionTarget, IndexerTarget, MlpTarget
-
-    known = (*get_args(AttentionTarget), *get_args(MlpTarget), *get_args(IndexerTarget))
-    names = tuple(name.strip() for name in text.split(","))
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(
-            "--targets names no linear of the model",
-            got=", ".join(map(repr, unknown)),
-            expected=f"some of {', '.join(known)}, with commas between them",
-        )
-    return names
 
 
 def _describe(share: Share) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from glm5.cli.adapters import check_expert_lora, targets_of
 from glm5.cli.output import Output
 from glm5.config import Glm5Config
 from glm5.errors import CheckFailedError, ConfigError
+from glm5.lora.spec import ExpertLora
 from glm5.model.schedule import stage_starts
 from glm5.plan.hardware import GIB
 from glm5.plan.layouts import Placement, parse_layout, place, smallest_world
@@ -31,6 +33,9 @@ class PlanOptions:
     seq_len: int
     mode: Mode
     base_weights: BaseWeights
+    targets: str | None
+    adapter_rank: int | None
+    expert_lora: ExpertLora | None
     layout: str | None
     layers_per_stage: str | None
     dry_run: bool
@@ -48,7 +53,7 @@ def run_plan(model: str, options: PlanOptions, *, json: bool) -> int:
     output = Output(json)
     _check(options)
     name, glm5 = read_model(model)
-    work = Workload(mode=options.mode, base_weights=options.base_weights, seq_len=options.seq_len)
+    work = _work(options)
     if options.layout is None:
         return _choose(output, name, glm5, work, options)
     layout = parse_layout(options.layout)
@@ -74,6 +79,18 @@ def _check(options: PlanOptions) -> None:
             got="--base-weights fp8 with --mode full",
             remedy="use --mode lora, or leave --base-weights out",
         )
+    adapters = {
+        "--targets": options.targets,
+        "--adapter-rank": options.adapter_rank,
+        "--expert-lora": options.expert_lora,
+    }
+    given = [name for name, value in adapters.items() if value is not None]
+    if given and (options.mode == "full" or options.dry_run):
+        raise ConfigError(
+            f"{' and '.join(given)} would do nothing",
+            got="--dry-run, which builds no adapters" if options.dry_run else "--mode full",
+            remedy="leave one of them out",
+        )
     out = options.out
     if out is None:
         return
@@ -87,6 +104,19 @@ def _check(options: PlanOptions) -> None:
         raise ConfigError(f"{out} already exists", remedy="choose another name, or remove it first")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder for {out}", remedy="make the folder first")
+
+
+def _work(options: PlanOptions) -> Workload:
+    """What trains; an option that is not given leaves what the workload has."""
+    work = Workload(mode=options.mode, base_weights=options.base_weights, seq_len=options.seq_len)
+    if options.targets is not None:
+        work = replace(work, targets=targets_of(options.targets))
+    if options.adapter_rank is not None:
+        work = replace(work, adapter_rank=options.adapter_rank)
+    if options.expert_lora is not None:
+        check_expert_lora(options.expert_lora, work.targets)
+        work = replace(work, expert_lora=options.expert_lora)
+    return work
 
 
 def _choose(
