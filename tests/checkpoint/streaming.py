@@ -10,7 +10,7 @@ import torch
 from glm5.checkpoint.block_scaled import fill_block_scaled
 from glm5.checkpoint.fp8 import Fp8DequantReader
 from glm5.checkpoint.rules import Rename
-from glm5.checkpoint.safetensors_io import SafetensorsReader
+from glm5.checkpoint.safetensors_io import MAPPED_BYTES, SafetensorsReader
 from glm5.checkpoint.safetensors_writer import SafetensorsWriter
 from glm5.config import Fp8Quantization
 from glm5.ops.block_scaled import BLOCK, FP8_DTYPE, BlockScaled, scale_grid
@@ -18,6 +18,7 @@ from glm5.ops.block_scaled import BLOCK, FP8_DTYPE, BlockScaled, scale_grid
 SHAPE = (1024, 1024)
 NAMES = [f"w{i}" for i in range(32)]
 ONE_SHARD, SMALL_SHARDS = 2**40, 2**23
+FEW_BYTES = 2**20
 FP8 = Fp8Quantization(weight_block_size=BLOCK)
 # 4 MiB each, too, and many rows of blocks
 FLOAT8_SHAPE, BF16_SHAPE = (8192, 512), (8192, 256)
@@ -48,9 +49,9 @@ def write(folder: str, max_shard_bytes: int, *, keep: bool = False) -> None:
             kept += [tensor] if keep else []
 
 
-def read(folder: str, rows: int) -> None:
+def read(folder: str, rows: int, mapped_bytes: int = MAPPED_BYTES) -> None:
     """Read the first rows of every tensor."""
-    with SafetensorsReader(folder) as reader:
+    with SafetensorsReader(folder, mapped_bytes=mapped_bytes) as reader:
         for name in reader.names():
             assert reader.read_slice(name, 0, 0, rows)[-1, -1] == int(name[1:])
 
@@ -97,6 +98,7 @@ if __name__ == "__main__":
         "write small shards": peak_mib(lambda: write("small", SMALL_SHARDS)),
         "write and keep": peak_mib(lambda: write("keep", ONE_SHARD, keep=True)),
         "read": peak_mib(lambda: read("small", SHAPE[0])),
+        "read one shard": peak_mib(lambda: read("one", SHAPE[0], FEW_BYTES)),
         "read slices": peak_mib(lambda: read("small", 32)),
     }
     write_float8("float8")

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from glm5.checkpoint.hf_layout import hf_tensors
+from glm5.checkpoint.safetensors_io import MAPPED_BYTES
 from glm5.config import Glm5Config
+from tests.checkpoint.streaming import FEW_BYTES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -53,6 +55,13 @@ def test_reading_needs_a_shard_and_a_tensor(peaks: dict[str, float]) -> None:
     assert peaks["read"] <= SHARD_MIB + 2 * TENSOR_MIB + SLACK_MIB
 
 
+def test_reading_a_large_shard_needs_what_may_be_mapped_and_a_tensor(
+    peaks: dict[str, float],
+) -> None:
+    """Pages of a mapped file count: a shard of 5 GB would be more than a rank may take."""
+    assert peaks["read one shard"] <= FEW_BYTES / 2**20 + TENSOR_MIB + SLACK_MIB
+
+
 def test_reading_slices_needs_no_whole_tensors(peaks: dict[str, float]) -> None:
     assert peaks["read slices"] <= SHARD_MIB + SLACK_MIB
 
@@ -69,8 +78,9 @@ def test_quantising_on_the_way_needs_a_tensor_and_a_strip(peaks: dict[str, float
 
 @pytest.mark.parametrize("variant", ["glm5", "glm52"])
 def test_the_full_model_needs_less_than_4_gib_of_a_host(variant: str) -> None:
-    """On one tensor-parallel rank, where slices are largest: a tensor and its mapped pages."""
+    """On one tensor-parallel rank, where slices are largest: a tensor (2 bytes a value), what may
+    be mapped, and a process with its libraries (benchmarks/load_memory measures all of it)."""
     folder = Path(__file__).parents[2] / "src/glm5/configs"
     config = Glm5Config.from_hf_dict(json.loads((folder / f"{variant}.json").read_text()))
     sizes = [math.prod(tensor.shape) for tensor in hf_tensors(config).values()]
-    assert 2 * 2 * max(sizes) < 4 * 2**30
+    assert 2 * max(sizes) + MAPPED_BYTES + 2**30 < 4 * 2**30

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from glm5.checkpoint.names import summarise
-from glm5.checkpoint.safetensors_file import DTYPES
+from glm5.checkpoint.safetensors_file import DTYPES, tensor_bytes
 from glm5.checkpoint.safetensors_index import shard_files
 from glm5.errors import CheckpointError
 
@@ -50,26 +50,37 @@ class TensorReader(Protocol):
         ...
 
 
+# Of a mapped shard the process keeps every page that was read, and shards are of 5 GB.
+MAPPED_BYTES = 2**28
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes((self.shape, self.dtype))
+
 
 class SafetensorsReader:
     """A Hugging Face folder: `model.safetensors`, or shards with their index.
 
     Opening it reads and checks every header: the index and the shards must name the same tensors,
-    and no shard may lie outside the folder. One shard is mapped at a time, so the memory in use is
-    that of the tensors handed out plus the pages touched in one shard, which the system may drop.
+    and no shard may lie outside the folder. One shard is mapped at a time, and anew once
+    `mapped_bytes` of it were read, so the memory in use is that of the tensors handed out and so
+    much (or a row, if that is more).
     Raises CheckpointError, naming the file, for whatever is missing, damaged or contradictory.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, mapped_bytes: int = MAPPED_BYTES) -> None:
         self.folder = Path(folder)
         self._entries: dict[str, _Entry] = {}
         self._mapped: tuple[Path, Any] | None = None
+        self._mapped_bytes = mapped_bytes
+        self._touched = 0
         for file, listed in shard_files(self.folder).items():
             self._entries.update(_checked_entries(file, listed))
 
@@ -84,6 +95,7 @@ class SafetensorsReader:
         if self._mapped is not None:
             self._mapped[1].__exit__(None, None, None)
             self._mapped = None
+        self._touched = 0
 
     def names(self) -> list[str]:
         """Every tensor's name, shard by shard."""
@@ -104,18 +116,33 @@ class SafetensorsReader:
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU, in memory of its own."""
         entry = self._entry(name)
+        if entry.shape:
+            return self._copy(name, 0, 0, entry.shape[0])
         with _naming(entry.file):
-            tensor: Tensor = self._map(entry.file).get_tensor(name)
-        return tensor.clone()
+            number: Tensor = self._map(entry.file, entry.nbytes).get_tensor(name)
+        return number.clone()
 
     def read_slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Rows `start <= i < stop` of dimension `dim`, contiguous; no other pages are read."""
+        check_slice(name, self._entry(name).shape, dim, start, stop)
+        return self._copy(name, dim, start, stop)
+
+    def _copy(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """That slice, a few rows of dimension 0 at a time."""
         entry = self._entry(name)
-        check_slice(name, entry.shape, dim, start, stop)
-        index = (slice(None),) * dim + (slice(start, stop),)
-        with _naming(entry.file):
-            tensor: Tensor = self._map(entry.file).get_slice(name)[index]
-        return tensor.clone(memory_format=torch.contiguous_format)
+        first, last = (start, stop) if dim == 0 else (0, entry.shape[0])
+        within = (slice(None),) * (dim - 1) + (slice(start, stop),) * (dim > 0)
+        copy = torch.empty(
+            (*entry.shape[:dim], stop - start, *entry.shape[dim + 1 :]), dtype=entry.dtype
+        )
+        row_bytes = entry.nbytes // max(1, entry.shape[0])
+        rows = max(1, self._mapped_bytes // max(1, row_bytes))
+        for row in range(first, last, rows):
+            end = min(row + rows, last)
+            with _naming(entry.file):
+                shard = self._map(entry.file, (end - row) * row_bytes)
+                copy[row - first : end - first] = shard.get_slice(name)[slice(row, end), *within]
+        return copy
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
@@ -126,10 +153,13 @@ class SafetensorsReader:
             )
         return self._entries[name]
 
-    def _map(self, file: Path) -> Any:
-        if self._mapped is None or self._mapped[0] != file:
+    def _map(self, file: Path, num_bytes: int) -> Any:
+        """The shard, of which so many bytes are about to be read."""
+        is_full = self._touched + num_bytes > self._mapped_bytes
+        if self._mapped is None or self._mapped[0] != file or is_full:
             self.close()
             self._mapped = (file, safe_open(file, framework="pt").__enter__())
+        self._touched += num_bytes
         return self._mapped[1]
 
 
