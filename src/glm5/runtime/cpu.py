@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from glm5.errors import BackendError
 
 _CPU = torch.device("cpu")
+# Methods that may name a device without a keyword.
+_ANSWERED = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to})
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -31,6 +33,9 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if not kwargs and func not in _ANSWERED:
+            # nearly all calls: this is on the way of every operation
+            return func(*args)
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
