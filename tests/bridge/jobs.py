@@ -11,7 +11,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
+from glm5.checkpoint.megatron_io import save_sharded
+from glm5.lora.attach import attach_lora
 from glm5.lora.seeds import seed_of
+from glm5.lora.spec import LoraSpec
+from glm5.lora.targets import DEFAULT_TARGETS
 from glm5.model.names import GlobalNames
 from glm5.runtime.distributed import Layout, ensure_distributed
 from tests.bridge.models import bridged, exported, make_lora
@@ -19,6 +23,7 @@ from tests.tiny_models import draw_tokens
 
 # Longer than index_topk, so that layers select keys.
 ROWS, SEQ_LEN = 2, 24
+OWN_LORA = LoraSpec(adapter_rank=3, adapter_alpha=6, targets=DEFAULT_TARGETS)
 Gradients = dict[str, dict[str, Any]]
 
 
@@ -38,7 +43,8 @@ def observe(
 ) -> dict[str, Any]:
     """Of each checkpoint what is exported; of each LoRA on the last one what it learns.
 
-    The folder written for the first is in out_dir / "saved".
+    The folder written for the first is in out_dir / "saved". Megatron's checkpoints of the last
+    one are in out_dir too: with the adapters of each LoRA under its number, with ours in "own".
     """
     ensure_distributed(torch.device("cpu"), layout)
     fields = layout_fields(layout)
@@ -48,16 +54,33 @@ def observe(
         weights.append(exported(bridge, model))
         if index == 0:
             bridge.save_hf_pretrained(model, out_dir / "saved", show_progress=False)
-    learned = [learn(hf_dirs[-1], fields, options) for options in loras]
+    learned = [
+        learn(hf_dirs[-1], fields, options, out_dir / str(which))
+        for which, options in enumerate(loras)
+    ]
+    _, (own,) = bridged(hf_dirs[-1], **fields)
+    attach_lora(own, OWN_LORA, seed=0)
+    save_checkpoint(out_dir / "own", own)
     rank = dist.get_rank()
     return {"weights": weights if rank == 0 else [], "learned": learned}
 
 
-def learn(hf_dir: Path, fields: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def save_checkpoint(folder: Path, model: Any) -> None:
+    """Megatron's checkpoint of the whole model, adapters and what they stand on."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    save_sharded(folder, model.sharded_state_dict())
+
+
+def learn(
+    hf_dir: Path, fields: dict[str, Any], options: dict[str, Any], checkpoint: Path
+) -> dict[str, Any]:
     """One batch through Megatron's schedule, as a host's trainer runs it."""
     bridge, model = bridged(hf_dir, lora=make_lora(**options), data_parallel=True, **fields)
     for chunk in model:
         fill(chunk)
+    save_checkpoint(checkpoint, unwrap_model(model[0]))
     config = get_model_config(model[0])
     config.finalize_model_grads_func = finalize_model_grads
     reports = get_forward_backward_func()(

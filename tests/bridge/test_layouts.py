@@ -5,10 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from glm5.checkpoint.megatron_io import load_sharded
+from glm5.lora.attach import attach_lora
 from glm5.runtime.distributed import Layout
-from tests.bridge.jobs import observe, whole_gradients
-from tests.bridge.models import TARGETS, assert_same_bits, tensors_of
+from tests.bridge.jobs import OWN_LORA, fill, observe, whole_gradients
+from tests.bridge.models import (
+    TARGETS,
+    assert_same_bits,
+    bridged,
+    make_lora,
+    tensors_of,
+)
 from tests.bridge.test_conversion import without_mtp
 from tests.parallel.bounds import bounds_of
 from tests.parallel.processes import run_ranks
@@ -43,6 +52,7 @@ def observed(tiny_folder: TinyFolder, tmp_path_factory: pytest.TempPathFactory) 
             )
             for found in known[name]:
                 found["saved"] = out_dir / "saved"
+                found["out_dir"] = out_dir
         return known[name]
 
     return get
@@ -79,3 +89,41 @@ def test_adapters_and_merged_weights_are_exported_whole(
     assert got["merged"].keys() == expected["merged"].keys()
     for weight, tensor in expected["merged"].items():
         assert_close(got["merged"][weight], tensor, 1e-6, weight)
+
+
+@pytest.mark.parametrize("which", range(len(LORAS)), ids=["per_expert", "shared_outer"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_checkpoint_of_an_adapted_model_is_read_by_one_process(
+    tiny_folder: TinyFolder, observed: Observed, name: str, which: int
+) -> None:
+    """Every weight is written once, whichever rank holds it, and found under the same key."""
+    _, (model,) = bridged(tiny_folder(VARIANTS[-1]), lora=make_lora(**LORAS[which]))
+    fill(model)
+    before = weights_of(model)
+    read_into(model, observed(name)[0]["out_dir"] / str(which))
+    assert_same_bits(weights_of(model), before)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_checkpoint_with_our_own_adapters_is_read_by_one_process(
+    tiny_folder: TinyFolder, observed: Observed, name: str
+) -> None:
+    _, (model,) = bridged(tiny_folder(VARIANTS[-1]))
+    attach_lora(model, OWN_LORA, seed=0)
+    before = weights_of(model)
+    read_into(model, observed(name)[0]["out_dir"] / "own")
+    assert_same_bits(weights_of(model), before)
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def read_into(model: Any, folder: Path) -> None:
+    """Empties the model, then fills it from a checkpoint."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    loaded = load_sharded(folder, model.sharded_state_dict())
+    model.load_state_dict(loaded, strict=False)
+    assert not any(parameter.isnan().any() for parameter in model.parameters())

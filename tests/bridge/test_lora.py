@@ -181,6 +181,17 @@ def test_per_expert_is_what_a_plain_lora_gives(tiny_folder: TinyFolder) -> None:
     }
 
 
+def test_by_exclusion_every_other_linear_is_adapted(tiny_folder: TinyFolder) -> None:
+    excluded = ["output_layer", "*.indexer.*"]
+    _, chosen, _ = adapted(tiny_folder("5"), target_modules=[], exclude_modules=excluded)
+    _, named, _ = adapted(tiny_folder("5"))
+    assert _trained(chosen) == _trained(named)
+
+
+def _trained(model: GPTModel) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def test_contradicting_flags_raise_where_they_are_used(tiny_folder: TinyFolder) -> None:
     with pytest.raises(AdapterError, match="contradict"):
         bridged(tiny_folder("5"), lora=make_lora(experts_shared_outer_loras=True))
@@ -192,6 +203,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lora_dtype": torch.bfloat16}, "lora_dtype"),
     ({"target_modules": ["linear_fc1"], "dim": 160}, "dim"),
     ({"target_modules": ["linear_kv_up_proj"], "dim": 0}, "dim = at least 1"),
+    ({"dim": 4.0}, "a whole number"),
+    ({"alpha": 0}, "alpha = above 0"),
+    ({"target_modules": ["linear_q_down_proj"], "dropout": 1.5}, "from 0 to below 1"),
+    ({"target_modules": [], "exclude_modules": ["output_layer"]}, r"takes '\*.indexer.\*'"),
     (
         {"target_modules": ["linear_q_down_proj"], "dropout": 0.1, "dropout_position": "post"},
         "post",

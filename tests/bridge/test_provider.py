@@ -35,6 +35,7 @@ def test_every_module_reads_the_provider(tiny_folder: TinyFolder) -> None:
     provider.dsa_attention_backend = "megatron"
     model = provider.provide()
     assert model.config is provider
+    assert provider.multi_latent_attention
     readers = [*modules_of(model, DSASelfAttention), *modules_of(model, LightningIndexer)]
     assert len(readers) == 7 + 4
     for path, module in readers:
@@ -68,6 +69,24 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"moe_shared_expert_gate": True}, ConfigError, "moe_shared_expert_gate"),
     ({"moe_latent_size": 16}, ConfigError, "moe_latent_size"),
     ({"moe_apply_probs_on_input": True}, ConfigError, "moe_apply_probs_on_input"),
+    ({"moe_router_group_topk": 1}, ConfigError, "moe_router_group_topk"),
+    ({"moe_mlp_glu_interleave_size": 4}, ConfigError, "moe_mlp_glu_interleave_size"),
+    ({"moe_shared_expert_glu_interleave_size": 4}, ConfigError, "shared_expert_glu_interleave"),
+    ({"softmax_scale": 0.5}, ConfigError, "softmax_scale"),
+    ({"softmax_type": "learnable"}, ConfigError, "softmax_type"),
+    ({"qk_l2_norm": True}, ConfigError, "qk_l2_norm"),
+    ({"no_rope_freq": 7}, ConfigError, "no_rope_freq"),
+    ({"rope_scaling": True}, ConfigError, "rope_scaling"),
+    ({"use_mup": True}, ConfigError, "use_mup"),
+    ({"experimental_attention_variant": "dsa"}, ConfigError, "experimental_attention_variant"),
+    ({"linear_attention_freq": 2}, ConfigError, "linear_attention_freq"),
+    ({"heterogeneous_block_specs": True}, ConfigError, "heterogeneous_block_specs"),
+    ({"use_te_activation_func": True}, ConfigError, "use_te_activation_func"),
+    ({"mtp_use_repeated_layer": True}, ConfigError, "mtp_use_repeated_layer"),
+    ({"multi_latent_attention": False}, ConfigError, "multi_latent_attention = False"),
+    ({"dsa_indexer_topk": 4}, ConfigError, "dsa_indexer_topk"),
+    ({"dsa_indexer_loss_coeff": 0.001}, ConfigError, "indexer_loss_coeff weighs its loss"),
+    ({"dsa_kernel_backend": "tilelang"}, ConfigError, "dsa_attention_backend names"),
     ({"base_weights": "fp8"}, ConfigError, "base_weights"),
     ({"mtp_num_layers": 2}, ConfigError, "MTP layers"),
     ({"indexer_loss_coeff": -1.0}, ConfigError, "no weight"),
@@ -105,6 +124,18 @@ def test_a_field_changed_after_finalize_is_seen_too(tiny_folder: TinyFolder) -> 
     provider = provider_of(tiny_folder("5.2"), use_cpu_initialization=True)
     provider.hidden_size = 128
     with pytest.raises(ConfigError, match="hidden_size = 128"):
+        provider.provide()
+
+
+def test_the_core_s_indexer_loss_may_be_switched_off(tiny_folder: TinyFolder) -> None:
+    provider = provider_of(tiny_folder("5.2"), dsa_indexer_loss_coeff=0.0)
+    assert provider.indexer_loss_coeff == 0
+
+
+def test_a_provider_that_is_not_finalized_does_not_build(tiny_folder: TinyFolder) -> None:
+    bridge = AutoBridge.from_hf_pretrained(str(tiny_folder("5.2")))
+    provider = bridge.to_megatron_provider(load_weights=False)
+    with pytest.raises(ConfigError, match="before it was finalized"):
         provider.provide()
 
 

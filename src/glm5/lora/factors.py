@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
@@ -110,7 +111,15 @@ class Adapted(nn.Module):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Megatron's sharded tensors: a pair is cut as its base is."""
-        state = sharded_state_dict_default(self.base, f"{prefix}base.", sharded_offsets, metadata)
+        # without the group every rank would say that it writes a whole weight
+        state = sharded_state_dict_default(
+            self.base, f"{prefix}base.", sharded_offsets, metadata, self.ranks
+        )
+        weight = f"{prefix}base.weight"
+        # a frozen float8 base saves nothing
+        if len(self.hf_linears) > 1 and weight in state:
+            # [gate; up], each cut by itself: Megatron's MLP knows that of a linear of its own
+            state[weight] = apply_swiglu_sharded_factory(state[weight], sharded_offsets)
         axes = {"column": {"b": 0}, "row": {"a": 1}, "whole": {}}[self.split]
         for hf_linear in self.pairs:
             state |= make_sharded_tensors_for_checkpoint(

@@ -196,6 +196,8 @@ def architecture(glm5: Glm5Config) -> dict[str, Any]:
         "hidden_size": glm5.hidden_size,
         "ffn_hidden_size": glm5.intermediate_size,
         "num_attention_heads": glm5.num_attention_heads,
+        # Megatron-Bridge's config says False; who counts operations reads it
+        "multi_latent_attention": True,
         "q_lora_rank": glm5.q_lora_rank,
         "kv_lora_rank": glm5.kv_lora_rank,
         # Megatron's qk_head_dim is the part without positions

@@ -100,7 +100,9 @@ class BridgedLora(AdapterWrapper):
     ) -> dict[str, Any]:
         """Megatron's sharded tensors: the base under its own names, the factors cut as it is."""
         base, stem = self.to_wrap, f"{prefix}adapter."
-        state = sharded_state_dict_default(base, prefix, sharded_offsets, metadata)
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        # without the group every rank would say that it writes a whole weight
+        state = sharded_state_dict_default(base, prefix, sharded_offsets, metadata, tp_group)
         if isinstance(base, GroupedLinear):
             return state | _sharded_experts(base, self.adapter, stem, sharded_offsets)
         return state | make_sharded_tensors_for_checkpoint(
@@ -108,7 +110,7 @@ class BridgedLora(AdapterWrapper):
             stem,
             _SHARDED_DIMS[split_of(base)],
             sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            tp_group=tp_group,
             dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         )
 

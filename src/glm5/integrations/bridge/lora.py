@@ -27,6 +27,8 @@ from glm5.ops.grouped import MAX_RANK
 
 # Linears that Megatron-Bridge does not know, or whose adapter it computes wrongly.
 OURS = (ReplicatedLinear, LatentUpProjection, GroupedLinear)
+# Where modules are chosen by exclusion, Megatron-Bridge takes linears of types that it knows.
+_KNOWN_LINEAR = nn.Linear(1, 1, device="meta")
 
 
 def expert_lora_of(lora: LoRA) -> ExpertLora:
@@ -71,7 +73,8 @@ class TransformOurs:
             return module
         if not isinstance(module, (*OURS, Glm5Router)):
             return self._peft.transform(module, name, prefix)
-        if self._peft.match(module, name, prefix) is None:
+        known = _KNOWN_LINEAR if isinstance(module, OURS) else module
+        if self._peft.match(known, name, prefix) is None:
             return module
         path = self._paths[id(module)]
         if isinstance(module, Glm5Router) or not isinstance(self._peft, LoRA):
@@ -90,7 +93,8 @@ class TransformOurs:
                 f"an adapter on {path} trains nothing",
                 got="indexer_loss_coeff = 0",
                 expected="a weight of the indexer's loss, which alone reaches the indexer",
-                remedy="set provider.indexer_loss_coeff, or leave the indexer's linears out",
+                remedy="set provider.indexer_loss_coeff, or leave the indexer's linears out: "
+                "exclude_modules takes '*.indexer.*'",
             )
 
     def _adapt(self, base: Any, path: str, lora: LoRA) -> BridgedLora:
@@ -136,8 +140,12 @@ class TransformOurs:
 
 def _check(lora: LoRA, base: nn.Module, path: str, dim: int) -> None:
     problems: list[tuple[str, object, str]] = []
-    if dim < 1:
-        problems.append(("dim", dim, "at least 1"))
+    if not isinstance(dim, int) or dim < 1:
+        problems.append(("dim", dim, "at least 1, a whole number"))
+    if lora.alpha <= 0:
+        problems.append(("alpha", lora.alpha, "above 0"))
+    if not 0 <= lora.dropout < 1:
+        problems.append(("dropout", lora.dropout, "from 0 to below 1"))
     if lora.lora_B_init_method != "zero":
         problems.append(("lora_B_init_method", lora.lora_B_init_method, "'zero'"))
     if lora.lora_dtype not in (None, base.weight.dtype):

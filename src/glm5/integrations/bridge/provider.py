@@ -11,6 +11,7 @@ import torch
 from megatron.bridge.models.mla_provider import MLAModelProvider
 
 from glm5.config import Glm5Config
+from glm5.errors import ConfigError
 from glm5.integrations.bridge.initialise import initialise
 from glm5.integrations.bridge.model import BridgedModel
 from glm5.integrations.bridge.provider_check import check_pipeline, check_provider
@@ -85,8 +86,10 @@ class GLM5ModelProvider(Glm5Settings, MLAModelProvider):
         loads a checkpoint checks that all of them are filled.
 
         Raises:
+            ConfigError: it is not finalized.
             ConfigError, LayoutError, BackendError: see `check_provider` and `check_pipeline`.
         """
+        self._check_finalized()
         check_provider(self)
         check_pipeline(self)
         model = build_stage(
@@ -100,6 +103,15 @@ class GLM5ModelProvider(Glm5Settings, MLAModelProvider):
         if self.perform_initialization:
             initialise(model)
         return model
+
+    def _check_finalized(self) -> None:
+        if self.init_method is None:
+            raise ConfigError(
+                "a provider was asked for a model before it was finalized",
+                got="provide() without finalize()",
+                expected="finalize() after the last field is set, which completes the config",
+                remedy="call provider.finalize()",
+            )
 
     def _splits_stages(self) -> bool:
         """Whether somebody has said which layers stand on which stage."""

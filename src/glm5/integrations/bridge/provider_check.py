@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -39,7 +40,23 @@ _ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "moe_shared_expert_gate": (False, "GLM-5 adds its shared expert as it is"),
     "moe_latent_size": (None, "GLM-5's experts read the hidden states"),
     "moe_apply_probs_on_input": (False, "GLM-5 weighs what experts give"),
+    "moe_router_group_topk": (None, "GLM-5 chooses experts among all"),
+    "moe_mlp_glu_interleave_size": (None, "glm5 keeps gate above up"),
+    "moe_shared_expert_glu_interleave_size": (None, "glm5 keeps gate above up"),
+    "softmax_scale": (None, "GLM-5 scales by the width of a head"),
+    "softmax_type": ("vanilla", "GLM-5 has no attention sinks"),
+    "qk_l2_norm": (False, "GLM-5 normalises its latents alone"),
+    "no_rope_freq": (None, "GLM-5 rotates in every layer"),
+    "rope_scaling": (False, "GLM-5 does not scale positions"),
+    "use_mup": (False, "GLM-5 does not scale its embeddings and logits"),
+    "experimental_attention_variant": (None, "glm5 brings its own modules"),
+    "linear_attention_freq": (None, "GLM-5 has no linear attention"),
+    "heterogeneous_block_specs": (False, "glm5 brings its own modules"),
+    "use_te_activation_func": (False, "glm5 brings its own modules"),
+    "mtp_use_repeated_layer": (False, "GLM-5 has weights for each of its MTP layers"),
 }
+# Of the fields that start as Megatron's own DSA calls its settings the one that is ours.
+_CORE_DSA, _OUR_DSA = "dsa_", "dsa_attention_backend"
 
 
 def check_provider(provider: Any) -> None:
@@ -52,6 +69,7 @@ def check_provider(provider: Any) -> None:
     """
     _check_architecture(provider)
     _check_values(provider)
+    _check_core_dsa(provider)
     check_settings(provider)
     torch_dtype(provider.params_dtype)
     _check_wrapped_dtype(provider)
@@ -112,6 +130,23 @@ def _check_values(provider: Any) -> None:
             got="calculate_per_token_loss = False",
             expected="True, so that the trainer divides them as it does the main loss",
             remedy="set it, or indexer_loss_coeff = 0 and mtp_num_layers = None",
+        )
+
+
+def _check_core_dsa(provider: Any) -> None:
+    """Settings of Megatron's own DSA would do nothing; its loss may be switched off."""
+    for known in fields(provider):
+        name, value = known.name, getattr(provider, known.name)
+        if not name.startswith(_CORE_DSA) or name == _OUR_DSA or value == known.default:
+            continue
+        if name == "dsa_indexer_loss_coeff" and value == 0:
+            continue
+        raise ConfigError(
+            f"{name} is of Megatron's own sparse attention, which is not used",
+            got=repr(value),
+            expected=repr(known.default),
+            remedy="leave it alone: config.json describes the indexer, dsa_attention_backend names "
+            "who computes it, indexer_loss_coeff weighs its loss",
         )
 
 
