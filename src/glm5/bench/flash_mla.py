@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from glm5.ops.sparse_mla.hopper import HopperKernels
-from glm5.ops.sparse_mla.kernels import PortableKernels
+from glm5.ops.sparse_mla.portable import PortableKernels
 from glm5.ops.sparse_mla.selection import Selection
 
 # FlashMLA takes this many heads, or twice as many.

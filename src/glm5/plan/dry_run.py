@@ -13,9 +13,10 @@ from glm5.checkpoint.hf_layout import HfTensor
 from glm5.checkpoint.rules import Rule, check_total
 from glm5.config import Glm5Config
 from glm5.errors import CheckFailedError
+from glm5.plan.all_shards import all_shards
 from glm5.plan.coverage import Coverage, Reverse
 from glm5.plan.published import disk_tensors
-from glm5.plan.shards import ShardJob, all_shards
+from glm5.plan.shards import ShardJob
 from glm5.runtime.distributed import Layout
 
 _SHOWN_PROBLEMS = 10

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from glm5.errors import BackendError
 from glm5.ops.sparse_mla import autograd, reference, with_mass
-from glm5.ops.sparse_mla.kernels import PortableKernels
+from glm5.ops.sparse_mla.portable import PortableKernels
 from glm5.ops.sparse_mla.selection import Selection, one_by_one, unions
 from glm5.ops.sparse_mla.tile_probs import TileProbs, TileShape
 from tests.ops import oracles

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from glm5.errors import BackendError
+from glm5.ops.sparse_mla.choose import choose_kernels
 from glm5.ops.sparse_mla.inputs import check_inputs
-from glm5.ops.sparse_mla.kernels import Kernels, choose_kernels
+from glm5.ops.sparse_mla.kernels import Kernels
 from glm5.ops.sparse_mla.repeatable import repeatable_bwd
 from glm5.ops.sparse_mla.with_mass import forward_with_mass
 

@@ -9,7 +9,7 @@ from cudnn.deepseek_sparse_attention import SparseAttentionBackward
 from torch import Tensor
 
 from glm5.ops.sparse_mla.hopper import HopperKernels
-from glm5.ops.sparse_mla.kernels import PortableKernels
+from glm5.ops.sparse_mla.portable import PortableKernels
 from glm5.ops.sparse_mla.selection import Selection
 
 # NVIDIA's kernels read 16 bytes at a time from the start of a tensor.

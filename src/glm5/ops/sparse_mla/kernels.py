@@ -1,13 +1,11 @@
-"""Which fused kernels compute a given attention."""
+"""What fused kernels of an attention are to its autograd functions."""
 
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from glm5.ops.devices import is_hopper
-from glm5.ops.sparse_mla import portable_bwd, portable_fwd
-from glm5.ops.sparse_mla.selection import Selection, one_by_one
+from glm5.ops.sparse_mla.selection import Selection
 from glm5.ops.sparse_mla.tile_probs import TileProbs, TileShape
 
 
@@ -96,30 +94,3 @@ class AllocatesResults:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         self.forward_into(q, kv, selection, softmax_scale, out, lse, None)
         return out, lse
-
-
-class PortableKernels(AllocatesResults):
-    """Plain Triton: any size."""
-
-    @staticmethod
-    def select(topk_indices: Tensor, h: int, num_keys: int) -> Selection:
-        """Every query by itself."""
-        del h, num_keys
-        return one_by_one(topk_indices)
-
-    forward_into = staticmethod(portable_fwd.sparse_mla_fwd_into)
-    tile_shape = staticmethod(portable_fwd.tile_shape)
-    backward = staticmethod(portable_bwd.sparse_mla_bwd)
-    backward_rows = staticmethod(portable_bwd.sparse_mla_bwd_rows)
-    num_row_parts = staticmethod(portable_bwd.num_head_parts)
-    shuffles_rows = False
-
-
-def choose_kernels(q: Tensor, d_v: int) -> Kernels:
-    """Gluon on Hopper for the sizes of GLM-5 in bf16, plain Triton for everything else."""
-    if not is_hopper(q) or (q.dtype, q.shape[2], d_v) != (torch.bfloat16, 576, 512):
-        return PortableKernels()
-    # Gluon is experimental: it is imported only where its kernels run.
-    from glm5.ops.sparse_mla.hopper import HopperKernels
-
-    return HopperKernels()
