@@ -209,6 +209,11 @@ def test_other_quantization_is_refused(change: dict[str, Any]) -> None:
     refused(raw_config(quantization_config=FP8 | change))
 
 
+def test_what_is_wrong_is_not_hidden_among_names_of_modules() -> None:
+    error = refused(raw_config(quantization_config=FP8 | {"fmt": "e5m2"}))
+    assert "'fmt': 'e5m2'" in str(error) and "lm_head" not in str(error)
+
+
 @pytest.mark.parametrize("value", ["fp8", [], True])
 def test_quantization_config_is_an_object(value: Any) -> None:
     assert "quantization_config" in refused(raw_config(quantization_config=value)).what

@@ -200,7 +200,7 @@ def read_fp8(raw: Raw) -> dict[str, Any] | None:
     if not is_fp8:
         raise ConfigError(
             "unsupported quantization_config",
-            got=repr(quantization),
+            got=_without_modules(quantization),
             expected="quant_method 'fp8', fmt 'e4m3', and weight_block_size [rows, columns]",
             remedy="use the BF16 release or the release named FP8",
         )
@@ -209,6 +209,14 @@ def read_fp8(raw: Raw) -> dict[str, Any] | None:
         "weight_block_size": tuple(quantization["weight_block_size"]),
         "modules_to_not_convert": tuple(kept) if isinstance(kept, list) else kept or (),
     }
+
+
+def _without_modules(quantization: Any) -> str:
+    """A quantization_config without its list of modules, which has hundreds of names."""
+    if isinstance(quantization, dict):
+        quantization = dict(quantization)
+        quantization.pop("modules_to_not_convert", None)
+    return repr(quantization)
 
 
 def expand_indexer_types(raw: Raw) -> tuple[IndexerType, ...]:

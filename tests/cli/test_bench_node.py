@@ -40,6 +40,11 @@ def test_a_share_that_does_not_fit_is_a_failed_check_with_its_parts(tmp_path: Pa
         (["--layout", "ep=16"], "not a layout of one node"),
         (["--layout", "ep=8", "--rank", "8"], "no such rank"),
         (["--layout", "ep=8", "--targets", "q_proj"], "names no linear"),
+        (
+            ["--layout", "ep=8", "--targets", "o_proj", "--expert-lora", "shared_outer"],
+            "--expert-lora shared_outer does nothing",
+        ),
+        (["--layout", "ep=8", "--adapter-rank", "129"], "routed experts is too large"),
         (["--layout", "ep=8", "--base-weights", "dtype", "--fp8-compute"], "not multiplied"),
         (["--layout", "ep=8", "--layers", "79"], "does not have so many layers"),
         (["--layout", "tp=8", "--narrow", "16"], "num_attention_heads does not divide"),

@@ -115,6 +115,10 @@ def test_interleaved_stages_are_drawn_in_one_line(glm5: Glm5) -> None:
         (["--gpus", "8", "--targets", "q_proj"], "names no linear of the model"),
         (["--gpus", "8", "--targets", "o_proj,o_proj"], "names a linear twice"),
         (["--gpus", "8", "--expert-lora", "none"], "--expert-lora none does nothing"),
+        (
+            ["--gpus", "8", "--targets", "up_proj", "--adapter-rank", "129"],
+            "routed experts is too large",
+        ),
         (["--gpus", "8", "--mode", "full", "--adapter-rank", "8"], "would do nothing"),
         (["--layout", "tp=8", "--dry-run", "--targets", "o_proj"], "would do nothing"),
         ([], "nothing to plan for"),

@@ -153,7 +153,7 @@ def check_block_scaled(weight: BlockScaled, name: str, file: Path) -> None:
     if not (bad_scales or bad_values):
         return
     # not how many scales: those of a part may be repeated
-    faults = {"scales that are not finite and positive": bad_scales, "NaN values": bad_values}
+    faults = {"scales that are not positive or too large": bad_scales, "NaN values": bad_values}
     raise CheckpointError(
         f"{name} in {file} is not a block-scaled weight",
         got=" and ".join(fault for fault, count in faults.items() if count),

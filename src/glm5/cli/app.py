@@ -498,8 +498,9 @@ def node_share(
     ] = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj,gate_proj,up_proj,down_proj",
     adapter_rank: Annotated[int, typer.Option(min=1, help="Inner width of the adapters.")] = 16,
     expert_lora: Annotated[
-        ExpertAdapters, typer.Option(help="Adapters of routed experts.")
-    ] = ExpertAdapters.SHARED_OUTER,
+        ExpertAdapters | None,
+        typer.Option(help="Adapters of routed experts; shared_outer without it."),
+    ] = None,
     steps: Annotated[int, typer.Option(min=3, help="Two warm up, the others are timed.")] = 5,
     limit_gib: Annotated[
         float, typer.Option(min=0.001, help="GPU memory that the tensors may take.")
@@ -522,7 +523,7 @@ def node_share(
         recompute=recompute.value,
         targets=targets,
         adapter_rank=adapter_rank,
-        expert_lora=expert_lora.value,
+        expert_lora=None if expert_lora is None else expert_lora.value,
         steps=steps,
         limit_gib=limit_gib,
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from glm5.cli.adapters import targets_of
+from glm5.cli.adapters import check_adapter_rank, check_expert_lora, targets_of
 from glm5.cli.output import Output
 from glm5.errors import CheckFailedError, ConfigError, LayoutError
 from glm5.lora.spec import ExpertLora
@@ -22,6 +22,10 @@ from glm5.plan.workload import BaseWeights, Recompute
 if TYPE_CHECKING:
     from glm5.node_share.measure import Measured, Share
     from glm5.node_share.node import Collective, Prediction
+
+
+# As in the recipe of one node.
+_EXPERT_LORA: ExpertLora = "shared_outer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,7 @@ class NodeShareOptions:
     recompute: Recompute
     targets: str
     adapter_rank: int
-    expert_lora: ExpertLora
+    expert_lora: ExpertLora | None
     steps: int
     limit_gib: float
 
@@ -95,6 +99,10 @@ def share_of(options: NodeShareOptions) -> Share:
     _, glm5 = read_model(options.model)
     config = cut_model(glm5, layers=options.layers, narrow=options.narrow)
     targets = targets_of(options.targets)
+    if options.expert_lora is not None:
+        check_expert_lora(options.expert_lora, targets)
+    expert_lora = options.expert_lora or _EXPERT_LORA
+    check_adapter_rank(options.adapter_rank, expert_lora, targets)
     seq_len = options.tokens * layout.cp * layout.tp
     work = Workload(
         base_weights=options.base_weights,
@@ -102,7 +110,7 @@ def share_of(options: NodeShareOptions) -> Share:
         recompute=options.recompute,
         adapter_rank=options.adapter_rank,
         targets=targets,
-        expert_lora=options.expert_lora,
+        expert_lora=expert_lora,
     )
     return Share(
         config,

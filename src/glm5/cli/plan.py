@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from glm5.cli.adapters import check_expert_lora, targets_of
+from glm5.cli.adapters import check_adapter_rank, check_expert_lora, targets_of
 from glm5.cli.output import Output
 from glm5.config import Glm5Config
 from glm5.errors import CheckFailedError, ConfigError
@@ -116,6 +116,7 @@ def _work(options: PlanOptions) -> Workload:
     if options.expert_lora is not None:
         check_expert_lora(options.expert_lora, work.targets)
         work = replace(work, expert_lora=options.expert_lora)
+    check_adapter_rank(work.adapter_rank, work.expert_lora, work.targets)
     return work
 
 

@@ -82,8 +82,12 @@ class BlockScaled:
         return BlockScaled(self.values, scales.contiguous(), block)
 
     def count_faults(self) -> tuple[Tensor, Tensor]:
-        """How many (scales are not finite and positive, values are NaN), on the device."""
-        bad_scales = ~(self.scales.isfinite() & (self.scales > 0))
+        """How many (scales are not positive or too large, values are NaN), on the device.
+
+        Too large: the greatest value times the scale is beyond fp32.
+        """
+        largest = self.scales * FP8_MAX
+        bad_scales = ~(largest.isfinite() & (largest > 0))
         bad_values = self.values.view(torch.uint8).bitwise_and(_NAN).eq(_NAN)
         # a sum of flags would make them integers of 8 bytes first
         return bad_scales.count_nonzero(), bad_values.count_nonzero()
