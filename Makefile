@@ -46,7 +46,7 @@ test: $(STAMP)
 		--ignore tests/parallel --ignore tests/bridge
 
 test-layouts: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests/parallel
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parallel
 
 # A release comes before the environment's own on the path; two releases at a time.
 test-cores: $(STAMP) $(CORE_FOLDERS)

@@ -48,21 +48,6 @@ CASES = [
 SAME_ALONE = {"heads": "mtp"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several workers one has all tests of a layout, and computes its results once."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
-
-
-def _group(item: pytest.Item) -> str:
-    """The layout whose results the test shares with others, else its file and what it is about."""
-    assert isinstance(item, pytest.Function)
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    name = parameters.get("name", parameters.get("two_ranks", ""))
-    return name if name and "ranks" in item.fixturenames else f"{item.path.stem} {name}"
-
-
 def bounds(name: str) -> Bounds:
     """How far a layout may be from one process."""
     return bounds_of(LAYOUTS[name][1])
