@@ -43,11 +43,15 @@ bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 # in the order in which `glm5 --help` lists them
-for _verb in (demo, tiny, verify, convert, train, export):
-    app.command()(_verb)
+app.command()(demo)
+app.command()(tiny)
+app.command()(verify)
+app.command()(convert)
+app.command()(train)
+app.command()(export)
 app.command("convert-core")(convert_core)
 app.command("convert-adapter")(convert_adapter)
-for _verb in (plan, doctor):
-    app.command()(_verb)
+app.command()(plan)
+app.command()(doctor)
 bench.command()(kernels)
 bench.command("node-share")(node_share)
