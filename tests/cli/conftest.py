@@ -37,7 +37,7 @@ Glm5 = Callable[..., Result]
 def glm5(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Glm5:
     """glm5("tiny", folder, ...) runs the command and returns its Result."""
     # models of other tests live on the process group that a command ends
-    monkeypatch.setattr("glm5.cli.app._shut_down", lambda: None)
+    monkeypatch.setattr("glm5.cli.process._shut_down", lambda: None)
     monkeypatch.setattr("glm5.cli.quiet.quiet_libraries", lambda: None)
     # tables must not be cut
     monkeypatch.setenv("COLUMNS", "160")

@@ -128,15 +128,15 @@ TERMINATED = """
 import os, signal, sys
 from pathlib import Path
 from glm5.checkpoint.atomic import new_folder
-from glm5.cli import app
+from glm5.cli import process
 
 def work():
     with new_folder(Path(sys.argv[1]) / "out"):
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("still here")
 
-app.app = work
-app.run()
+process.app = work
+process.run()
 """
 
 

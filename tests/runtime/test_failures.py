@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from glm5.cli import app
+from glm5.cli import process
 from glm5.errors import ConfigError
 from glm5.runtime import failures
 from glm5.runtime.failures import rank_of_many, tells, told_by
@@ -99,12 +99,12 @@ def command(
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(app, "app", fail)
-    monkeypatch.setattr(app, "_shut_down", lambda: None)
+    monkeypatch.setattr(process, "app", fail)
+    monkeypatch.setattr(process, "_shut_down", lambda: None)
     monkeypatch.setattr("glm5.cli.quiet.quiet_libraries", lambda: None)
     monkeypatch.setattr(sys, "argv", ["glm5"])
     with pytest.raises(SystemExit) as caught:
-        app.run()
+        process.run()
     return caught.value.code, capsys.readouterr().err
 
 
