@@ -147,6 +147,71 @@ def _weight(q_smem, stage, which, table, block, layout: gl.constexpr, FORWARD: g
 
 
 @gluon.jit
+def _accumulate(
+    which, done, scales, stride, num_blocks, smem, bars, num_steps, num_tail, ROWS: gl.constexpr,
+    FORWARD: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Sums [64, ROWS] of this warpgroup's columns of a tile and of the first ROWS of its rows."""
+    x_smem, q_smem, table = smem
+    full, empty = bars
+    dtype: gl.constexpr = x_smem.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    factor_layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=16, rank=2
+    )
+    fill_scale_table(table, scales, stride, num_blocks)
+    acc = gl.zeros([64, ROWS], gl.float32, layout)
+    mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
+    w = _weight(q_smem, done % STAGES, which, table, 0, operand, FORWARD, dtype)
+    for i in range(num_steps):
+        stage = done % STAGES
+        x = x_smem.index(stage).slice(0, ROWS, 0)
+        acc = warpgroup_mma(w, x.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
+        next_w = w
+        done += 1
+        if i + 1 < num_steps:
+            ahead = (i + 1) // 2
+            if (i + 1) % 256 == 0:
+                fill_scale_table(table, scales + ahead * stride, stride, num_blocks - ahead)
+            ready = done % STAGES
+            mbarrier.wait(full.index(ready), done // STAGES & 1)
+            next_w = _weight(q_smem, ready, which, table, ahead, operand, FORWARD, dtype)
+        # The product reads w until it is done.
+        acc, w = warpgroup_mma_wait(0, deps=[acc, w])
+        w = next_w
+        mbarrier.arrive(empty.index(stage), count=1)
+    for _i in range(num_tail):
+        for half in gl.static_range(2):
+            stage = done % STAGES
+            mbarrier.wait(full.index(stage), done // STAGES & 1)
+            if half == which:
+                factor = q_smem.index(stage)._reinterpret(dtype, [64, 64], factor_layout)
+                low = x_smem.index(stage).slice(0, ROWS, 0).permute((1, 0))
+                w = _operand(_load(factor, operand, FORWARD), operand, FORWARD)
+                acc = warpgroup_mma(w, low, acc, is_async=True)
+                acc, w = warpgroup_mma_wait(0, deps=[acc, w])
+            mbarrier.arrive(empty.index(stage), count=1)
+            done += 1
+    return acc
+
+
+@gluon.jit
+def _store(
+    acc, staging, out_desc, out_ptr, first, last, column, out_columns, FORWARD: gl.constexpr
+):
+    """The sums of 128 rows."""
+    pieces = acc.reshape([64, 2, 64]).permute([0, 2, 1]).split()
+    for i in gl.static_range(2):
+        row = first + i * 64
+        if row < last:
+            store_piece(
+                _in_order(pieces[i], FORWARD).permute([1, 0]), staging, out_desc, out_ptr,
+                row, last, column, out_columns,
+            )  # fmt: skip
+
+
+@gluon.jit
 def _multiply(
     which, out_desc, out_ptr, grid, smem, bars, table_ptr, sizes,
     PARTS: gl.constexpr, RANK_STEPS: gl.constexpr, FORWARD: gl.constexpr, TOGETHER: gl.constexpr,
@@ -156,14 +221,7 @@ def _multiply(
     num_row_tiles, num_column_tiles, depth, out_columns, part_columns = sizes
     scales_ptr, grid_rows, grid_columns = grid
     x_smem, q_smem, all_staging, tables = smem
-    full, empty = bars
-    dtype: gl.constexpr = x_smem.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    factor_layout: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=16, rank=2
-    )
-    staging, table = all_staging.index(which), tables.index(which)
+    operands, staging = (x_smem, q_smem, tables.index(which)), all_staging.index(which)
     done = 0
     num_tiles = num_row_tiles * num_column_tiles
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -171,6 +229,7 @@ def _multiply(
             tile, table_ptr, num_row_tiles, num_column_tiles, TOGETHER, 128
         )
         num_steps = gl.cdiv(depth, 64)
+        num_tail = num_tail_steps(column, part_columns, PARTS, FORWARD, RANK_STEPS)
         scales = scales_ptr + group * grid_rows * grid_columns
         if FORWARD:
             scales += column // 128 * grid_columns
@@ -178,49 +237,26 @@ def _multiply(
         else:
             scales += column // 128
             stride, num_blocks = grid_columns, grid_rows
-        fill_scale_table(table, scales, stride, num_blocks)
-        acc = gl.zeros([64, 256], gl.float32, layout)
-        mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
-        w = _weight(q_smem, done % STAGES, which, table, 0, operand, FORWARD, dtype)
-        for i in range(num_steps):
-            stage = done % STAGES
-            x = x_smem.index(stage)
-            acc = warpgroup_mma(w, x.permute((1, 0)), acc, use_acc=i > 0, is_async=True)
-            next_w = w
-            done += 1
-            if i + 1 < num_steps:
-                ahead = (i + 1) // 2
-                if (i + 1) % 256 == 0:
-                    fill_scale_table(table, scales + ahead * stride, stride, num_blocks - ahead)
-                ready = done % STAGES
-                mbarrier.wait(full.index(ready), done // STAGES & 1)
-                next_w = _weight(q_smem, ready, which, table, ahead, operand, FORWARD, dtype)
-            # The product reads w until it is done.
-            acc, w = warpgroup_mma_wait(0, deps=[acc, w])
-            w = next_w
-            mbarrier.arrive(empty.index(stage), count=1)
-        for _i in range(num_tail_steps(column, part_columns, PARTS, FORWARD, RANK_STEPS)):
+        own = column + which * 64
+        # the last tile of a group may have half of the rows, and then costs half
+        if first + 128 < last:
+            sums = _accumulate(
+                which, done, scales, stride, num_blocks, operands, bars, num_steps, num_tail, 256,
+                FORWARD, STAGES,
+            )  # fmt: skip
+            halves = sums.reshape([64, 2, 128]).permute([0, 2, 1]).split()
             for half in gl.static_range(2):
-                stage = done % STAGES
-                mbarrier.wait(full.index(stage), done // STAGES & 1)
-                if half == which:
-                    factor = q_smem.index(stage)._reinterpret(dtype, [64, 64], factor_layout)
-                    low = x_smem.index(stage).permute((1, 0))
-                    w = _operand(_load(factor, operand, FORWARD), operand, FORWARD)
-                    acc = warpgroup_mma(w, low, acc, is_async=True)
-                    acc, w = warpgroup_mma_wait(0, deps=[acc, w])
-                mbarrier.arrive(empty.index(stage), count=1)
-                done += 1
-        halves = acc.reshape([64, 2, 128]).permute([0, 2, 1]).split()
-        for half in gl.static_range(2):
-            pieces = halves[half].reshape([64, 2, 64]).permute([0, 2, 1]).split()
-            for i in gl.static_range(2):
-                row = first + half * 128 + i * 64
-                if row < last:
-                    store_piece(
-                        _in_order(pieces[i], FORWARD).permute([1, 0]), staging, out_desc, out_ptr,
-                        row, last, column + which * 64, out_columns,
-                    )  # fmt: skip
+                _store(
+                    halves[half], staging, out_desc, out_ptr, first + half * 128, last, own,
+                    out_columns, FORWARD,
+                )  # fmt: skip
+        else:
+            few = _accumulate(
+                which, done, scales, stride, num_blocks, operands, bars, num_steps, num_tail, 128,
+                FORWARD, STAGES,
+            )  # fmt: skip
+            _store(few, staging, out_desc, out_ptr, first, last, own, out_columns, FORWARD)
+        done += num_steps + 2 * num_tail
     tma.store_wait(0)
 
 

@@ -49,11 +49,11 @@ def _load_tiles(
     group_strides, PARTS: gl.constexpr, RANK: gl.constexpr, RANK_STEPS: gl.constexpr,
     FORWARD: gl.constexpr, TOGETHER: gl.constexpr, X_STAGES: gl.constexpr, W_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Producer: x and the weight of every step; of the pairs, in the other direction the low-rank
-    side alone."""
+    """Producer: x and the weight of every step, forward in one ring of stages; of the pairs, in the
+    other direction the low-rank side alone."""
     num_row_tiles, num_column_tiles, depth, out_columns, part_columns = sizes
     x_smem, scale_smem, w_smem = smem
-    x_full, x_empty, w_full, w_empty = bars
+    full, empty = bars[0], bars[1]
     done = 0
     w_done = 0
     num_tiles = num_row_tiles * num_column_tiles
@@ -62,51 +62,56 @@ def _load_tiles(
             tile, table_ptr, num_row_tiles, num_column_tiles, TOGETHER, 128
         )
         for k in range(0, depth, 128):
-            stage = w_done % W_STAGES
-            bar = w_full.index(stage)
-            mbarrier.wait(w_empty.index(stage), (w_done // W_STAGES & 1) ^ 1)
-            mbarrier.expect(bar, w_desc.block_type.nbytes)
-            corner = [group * out_columns + column, k] if FORWARD else [group * depth + k, column]
-            tma.async_copy_global_to_shared(w_desc, corner, bar, w_smem.index(stage))
-            w_done += 1
+            if not FORWARD:
+                stage = w_done % W_STAGES
+                bar = bars[2].index(stage)
+                mbarrier.wait(bars[3].index(stage), (w_done // W_STAGES & 1) ^ 1)
+                mbarrier.expect(bar, w_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    w_desc, [group * depth + k, column], bar, w_smem.index(stage)
+                )
+                w_done += 1
             stage = done % X_STAGES
-            bar = x_full.index(stage)
-            mbarrier.wait(x_empty.index(stage), (done // X_STAGES & 1) ^ 1)
-            mbarrier.expect(bar, x_desc.block_type.nbytes + scale_desc.block_type.nbytes)
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (done // X_STAGES & 1) ^ 1)
+            of_x: gl.constexpr = x_desc.block_type.nbytes + scale_desc.block_type.nbytes
+            mbarrier.expect(bar, of_x + w_desc.block_type.nbytes if FORWARD else of_x)
             tma.async_copy_global_to_shared(x_desc, [first, k], bar, x_smem.index(stage))
             tma.async_copy_global_to_shared(
                 scale_desc, [k // 128, row_tile * 256], bar, scale_smem.index(stage)
             )
+            if FORWARD:
+                tma.async_copy_global_to_shared(
+                    w_desc, [group * out_columns + column, k], bar, w_smem.index(stage)
+                )
             done += 1
         for p in gl.static_range(len(PARTS)):
             if has_tail(column, part_columns, PARTS[p], FORWARD):
                 for step in gl.static_range(RANK_STEPS):
-                    if FORWARD:
-                        stage = w_done % W_STAGES
-                        mbarrier.wait(w_empty.index(stage), (w_done // W_STAGES & 1) ^ 1)
-                        _load_factor(
-                            factor_descs[p], [group * group_strides[p],
-                            column - PARTS[p] * part_columns, step * 64],
-                            w_full.index(stage), w_smem.index(stage),
-                        )  # fmt: skip
-                        w_done += 1
                     stage = done % X_STAGES
-                    bar = x_full.index(stage)
-                    mbarrier.wait(x_empty.index(stage), (done // X_STAGES & 1) ^ 1)
-                    mbarrier.expect(bar, low_desc.block_type.nbytes)
+                    bar = full.index(stage)
+                    mbarrier.wait(empty.index(stage), (done // X_STAGES & 1) ^ 1)
+                    of_low: gl.constexpr = low_desc.block_type.nbytes
+                    of_factor: gl.constexpr = factor_descs[p].block_type.nbytes
+                    mbarrier.expect(bar, of_low + of_factor if FORWARD else of_low)
                     tma.async_copy_global_to_shared(
                         low_desc, [first, p * RANK + step * 64], bar,
                         x_smem.index(stage)._reinterpret(
                             low_desc.dtype, low_desc.block_type.shape, low_desc.layout
                         ),
                     )  # fmt: skip
+                    if FORWARD:
+                        _load_factor(
+                            factor_descs[p], [group * group_strides[p],
+                            column - PARTS[p] * part_columns, step * 64],
+                            bar, w_smem.index(stage),
+                        )  # fmt: skip
                     done += 1
 
 
 @gluon.jit
 def _load_factor(desc, corner, bar, buffer):
     """A tile of a pair's factor in place of one of the weight, of as many bytes."""
-    mbarrier.expect(bar, desc.block_type.nbytes)
     tma.async_copy_global_to_shared(
         desc, corner, bar, buffer._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     )
@@ -159,40 +164,72 @@ def _turn(
             for step in gl.static_range(RANK_STEPS):
                 stage = done % W_STAGES
                 mbarrier.wait(w_empty.index(stage), (done // W_STAGES & 1) ^ 1)
+                bar = w_full.index(stage)
+                mbarrier.expect(bar, factor_descs[p].block_type.nbytes)
                 _load_factor(
-                    factor_descs[p], [group * group_strides[p], step * 64, column],
-                    w_full.index(stage), w_smem.index(stage),
+                    factor_descs[p], [group * group_strides[p], step * 64, column], bar,
+                    w_smem.index(stage),
                 )  # fmt: skip
                 done += 1
 
 
 @gluon.jit
-def _product(x, w, nothing):
-    """x [64, 128] w [64, 128]^T in float8, in flight."""
-    return warpgroup_mma(x, w.permute((1, 0)), nothing, use_acc=False, is_async=True)
+def _wait_full(bars, done, X_STAGES: gl.constexpr, W_STAGES: gl.constexpr):
+    """Until what step `done` multiplies has come; x and the weight have one ring, or two."""
+    mbarrier.wait(bars[0].index(done % X_STAGES), done // X_STAGES & 1)
+    if len(bars) == 4:
+        mbarrier.wait(bars[2].index(done % W_STAGES), done // W_STAGES & 1)
 
 
 @gluon.jit
-def _tail_product(low, factor, fp8_layout: gl.constexpr):
-    """low [64, 64] factor [64, 128] of a 2-byte dtype."""
+def _give_back(bars, done, X_STAGES: gl.constexpr, W_STAGES: gl.constexpr):
+    """What step `done` has multiplied may be overwritten."""
+    mbarrier.arrive(bars[1].index(done % X_STAGES), count=1)
+    if len(bars) == 4:
+        mbarrier.arrive(bars[3].index(done % W_STAGES), count=1)
+
+
+@gluon.jit
+def _scales(
+    scale_smem, table, done, block, layout: gl.constexpr, FIRST: gl.constexpr,
+    SECOND: gl.constexpr, NUM: gl.constexpr, X_STAGES: gl.constexpr,
+):  # fmt: skip
+    """What a step's products of both 64 rows are scaled by; the first twice where NUM is 1."""
+    w_scale = scale_of(table, block, layout)
+    x_scales = scale_smem.index(done % X_STAGES)._reinterpret(gl.float32, [256], table.layout)
+    scale_0 = x_scales.slice(FIRST, 64).load(layout) * w_scale
+    scale_1 = scale_0
+    if NUM == 2:
+        scale_1 = x_scales.slice(SECOND, 64).load(layout) * w_scale
+    return scale_0, scale_1
+
+
+@gluon.jit
+def _product(
+    x_smem, w_smem, done, row: gl.constexpr, nothing, X_STAGES: gl.constexpr,
+    W_STAGES: gl.constexpr,
+):  # fmt: skip
+    """x [64, 128] w [128, 128]^T of step `done` in float8, in flight; of x the rows from `row`."""
+    x = x_smem.index(done % X_STAGES).slice(row, 64, 0)
+    w = w_smem.index(done % W_STAGES).permute((1, 0))
+    return warpgroup_mma(x, w, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_tail(acc, low, factor):
+    """acc + low [64, 64] factor [64, 128] of a 2-byte dtype.
+
+    Added in place by an instruction that stays in its place: the compiler moves pure sums behind
+    the next wait, keeps both products until then, and has no registers for them.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     nothing = gl.zeros([64, 128], gl.float32, layout)
     part = warpgroup_mma(low, factor, nothing, use_acc=False, is_async=True)
     part = warpgroup_mma_wait(0, deps=[part])
-    return gl.convert_layout(part, fp8_layout)
-
-
-@gluon.constexpr_function
-def _first_row(which, forward):
-    """Of a tile's rows the first that is a warpgroup's; it has 64, and 64 more `_between` later."""
-    return which * (128 if forward else 64)
-
-
-@gluon.constexpr_function
-def _between(forward):
-    """In the backward direction both warpgroups have rows of both halves of a tile, so that one of
-    a single half costs half; forward the compiler finds no registers for the choice."""
-    return 64 if forward else 128
+    part = gl.convert_layout(part, acc.type.layout)
+    return gl.inline_asm_elementwise(
+        "add.f32 $0, $1, $2;", "=f,f,f", [acc, part], dtype=gl.float32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -200,36 +237,30 @@ def _accumulate(
     which, done, low_desc, scales, stride, num_blocks, smem, bars, num_steps, num_tail,
     NUM: gl.constexpr, FORWARD: gl.constexpr, X_STAGES: gl.constexpr, W_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Sums [64, 128] of the rows of a tile that are this warpgroup's, and of the second 64 of them
-    where NUM is 2, else zeros."""
+    """Sums [64, 128] of this warpgroup's rows of a tile's first half, and where NUM is 2 of its
+    second half, else zeros."""
     x_smem, scale_smem, w_smem, table = smem
-    x_full, x_empty, w_full, w_empty = bars
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    FIRST: gl.constexpr = _first_row(which, FORWARD)
-    SECOND: gl.constexpr = FIRST + _between(FORWARD)
+    FIRST: gl.constexpr = which * 64
+    SECOND: gl.constexpr = FIRST + 128
     nothing = gl.zeros([64, 128], gl.float32, layout)
     acc_0 = gl.zeros([64, 128], gl.float32, layout)
     acc_1 = gl.zeros([64, 128], gl.float32, layout)
     for i in range(num_steps):
         if i % 128 == 0:
             fill_scale_table(table, scales + i * stride, stride, num_blocks - i)
-        x_stage, w_stage = done % X_STAGES, done % W_STAGES
-        mbarrier.wait(x_full.index(x_stage), done // X_STAGES & 1)
-        mbarrier.wait(w_full.index(w_stage), done // W_STAGES & 1)
-        w_scale = scale_of(table, i, row_layout)
-        x, w = x_smem.index(x_stage), w_smem.index(w_stage)
-        x_scales = scale_smem.index(x_stage)._reinterpret(gl.float32, [256], table.layout)
-        scale_0 = x_scales.slice(FIRST, 64).load(row_layout) * w_scale
-        part = _product(x.slice(FIRST, 64, 0), w, nothing)
+        _wait_full(bars, done, X_STAGES, W_STAGES)
+        scale_0, scale_1 = _scales(
+            scale_smem, table, done, i, row_layout, FIRST, SECOND, NUM, X_STAGES
+        )
+        part = _product(x_smem, w_smem, done, FIRST, nothing, X_STAGES, W_STAGES)
         if NUM == 2:
-            scale_1 = x_scales.slice(SECOND, 64).load(row_layout) * w_scale
             part = warpgroup_mma_wait(0, deps=[part])
             acc_0 += part * scale_0[:, None]
-            part = _product(x.slice(SECOND, 64, 0), w, nothing)
+            part = _product(x_smem, w_smem, done, SECOND, nothing, X_STAGES, W_STAGES)
         part = warpgroup_mma_wait(0, deps=[part])
-        mbarrier.arrive(x_empty.index(x_stage), count=1)
-        mbarrier.arrive(w_empty.index(w_stage), count=1)
+        _give_back(bars, done, X_STAGES, W_STAGES)
         if NUM == 2:
             acc_1 += part * scale_1[:, None]
         else:
@@ -237,8 +268,7 @@ def _accumulate(
         done += 1
     for _i in range(num_tail):
         x_stage, w_stage = done % X_STAGES, done % W_STAGES
-        mbarrier.wait(x_full.index(x_stage), done // X_STAGES & 1)
-        mbarrier.wait(w_full.index(w_stage), done // W_STAGES & 1)
+        _wait_full(bars, done, X_STAGES, W_STAGES)
         low = x_smem.index(x_stage)._reinterpret(
             low_desc.dtype, low_desc.block_type.shape, low_desc.layout
         )
@@ -247,11 +277,10 @@ def _accumulate(
         )
         if FORWARD:
             factor = factor.permute((1, 0))
-        acc_0 += _tail_product(low.slice(FIRST, 64, 0), factor, layout)
+        acc_0 = _add_tail(acc_0, low.slice(FIRST, 64, 0), factor)
         if NUM == 2:
-            acc_1 += _tail_product(low.slice(SECOND, 64, 0), factor, layout)
-        mbarrier.arrive(x_empty.index(x_stage), count=1)
-        mbarrier.arrive(w_empty.index(w_stage), count=1)
+            acc_1 = _add_tail(acc_1, low.slice(SECOND, 64, 0), factor)
+        _give_back(bars, done, X_STAGES, W_STAGES)
         done += 1
     return acc_0, acc_1
 
@@ -274,7 +303,7 @@ def _multiply(
     PARTS: gl.constexpr, RANK_STEPS: gl.constexpr, FORWARD: gl.constexpr, TOGETHER: gl.constexpr,
     X_STAGES: gl.constexpr, W_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer: twice 64 rows of each tile."""
+    """Consumer: 64 rows of each half of a tile, so that a tile of one half costs half."""
     num_row_tiles, num_column_tiles, depth, out_columns, part_columns = sizes
     scales_ptr, grid_rows, grid_columns = grid
     x_smem, scale_smem, w_smem, all_staging, tables = smem
@@ -286,7 +315,7 @@ def _multiply(
         _row_tile, group, first, last, column = place(
             tile, table_ptr, num_row_tiles, num_column_tiles, TOGETHER, 128
         )
-        row = first + _first_row(which, FORWARD)
+        row = first + which * 64
         scales = scales_ptr + group * grid_rows * grid_columns
         if FORWARD:
             scales += column // 128 * grid_columns
@@ -296,14 +325,13 @@ def _multiply(
             stride, num_blocks = grid_columns, grid_rows
         num_steps = gl.cdiv(depth, 128)
         num_tail = num_tail_steps(column, part_columns, PARTS, FORWARD, RANK_STEPS)
-        if FORWARD or first + 128 < last:
+        if first + 128 < last:
             acc_0, acc_1 = _accumulate(
                 which, done, low_desc, scales, stride, num_blocks, operands, bars, num_steps,
                 num_tail, 2, FORWARD, X_STAGES, W_STAGES,
             )  # fmt: skip
-            second = row + _between(FORWARD)
-            if row < last:
-                _store(acc_0, staging, out_desc, out_ptr, row, last, column, out_columns)
+            _store(acc_0, staging, out_desc, out_ptr, row, last, column, out_columns)
+            second = row + 128
             if second < last:
                 _store(acc_1, staging, out_desc, out_ptr, second, last, column, out_columns)
         else:
@@ -334,16 +362,15 @@ def _fp8_matmul_hopper_kernel(
     staging = gl.allocate_shared_memory(
         out_desc.dtype, [2, 64, out_desc.block_type.shape[1]], out_desc.layout
     )
-    x_full, x_empty = ring(X_STAGES, 1), ring(X_STAGES, 2)
-    w_full, w_empty = ring(W_STAGES, 1), ring(W_STAGES, 2)
+    x_bars = (ring(X_STAGES, 1), ring(X_STAGES, 2))
     sizes = (gl.load(count_ptr), gl.cdiv(out_columns, 128), depth, out_columns, part_columns)
     zero: gl.constexpr = 0
     one: gl.constexpr = 1
     smem = (x_smem, scale_smem, w_smem, staging, scale_tables(2))
-    bars = (x_full, x_empty, w_full, w_empty)
     grid = (scales_ptr, grid_rows, grid_columns)
     factors, strides = (factor_0, factor_1), (group_stride_0, group_stride_1)
     if FORWARD:
+        bars = x_bars
         fence_async_shared()
         gl.thread_barrier()
         gl.warp_specialize(
@@ -367,7 +394,9 @@ def _fp8_matmul_hopper_kernel(
         )  # fmt: skip
     else:
         q_smem = gl.allocate_shared_memory(fp8, [Q_STAGES, 128, 128], w_desc.layout)
-        q_full, q_empty = ring(Q_STAGES, 1), ring(Q_STAGES, 1)
+        q_bars = (ring(Q_STAGES, 1), ring(Q_STAGES, 1))
+        w_bars = (ring(W_STAGES, 1), ring(W_STAGES, 2))
+        bars = x_bars + w_bars
         fence_async_shared()
         gl.thread_barrier()
         gl.warp_specialize(
@@ -381,12 +410,12 @@ def _fp8_matmul_hopper_kernel(
                     sizes, PARTS, RANK_STEPS, FORWARD, TOGETHER, X_STAGES, W_STAGES,
                 )),
                 (_turn, (
-                    factors, (q_smem, w_smem), (q_full, q_empty, w_full, w_empty), table_ptr,
+                    factors, (q_smem, w_smem), q_bars + w_bars, table_ptr,
                     sizes, strides, PARTS, RANK_STEPS, TOGETHER, Q_STAGES, W_STAGES,
                 )),
                 (_load_tiles, (
                     x_desc, scale_desc, w_desc, low_desc, factors, (x_smem, scale_smem, q_smem),
-                    (x_full, x_empty, q_full, q_empty), table_ptr, sizes, strides,
+                    x_bars + q_bars, table_ptr, sizes, strides,
                     PARTS, RANK, RANK_STEPS, FORWARD, TOGETHER, X_STAGES, Q_STAGES,
                 )),
             ],

@@ -27,6 +27,22 @@ class QuantisedRows(NamedTuple):
 
 
 @triton.jit
+def _divide(x, amax, scale):
+    """x [rows, n] / scale [rows] as the division rounds it, in a third of its instructions.
+
+    Where 1 / scale is rounded, one step of correction makes the quotient (P. Markstein, IBM Journal
+    of Research and Development 34, 1990); it must not meet numbers below the normal ones.
+    """
+    lift = tl.where(amax < 1e-20, 18446744073709551616.0, 1.0)
+    divisor = scale * lift
+    inverse = tl.broadcast_to(tl.div_rn(1.0, divisor)[:, None], x.shape)
+    divisor = tl.broadcast_to(divisor[:, None], x.shape)
+    x *= lift[:, None]
+    quotient = x * inverse
+    return tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
+
+
+@triton.jit
 def _quantise_rows_kernel(
     x_ptr, values_ptr, scales_ptr, table_ptr, count_ptr, num_columns, padded_columns, scale_rows,
     MAX: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -48,7 +64,7 @@ def _quantise_rows_kernel(
         ).to(tl.float32)  # fmt: skip
         amax = tl.max(tl.abs(x), 1)
         scale = tl.where(amax > 0, tl.div_rn(amax, MAX), 1.0)
-        values = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)).to(tl.float8e4nv)
+        values = _divide(x, amax, scale).to(tl.float8e4nv)
         if TURNED:
             quarters = tl.reshape(values, [ROWS, 4, PIECE // 4])
             values = tl.reshape(tl.permute(quarters, (0, 2, 1)), [ROWS, PIECE])
