@@ -164,20 +164,20 @@ def compile_hopper(num_pairs: int, forward: bool) -> Any:
     return compile_kernel(kernel, arguments, GluonASTSource, num_warps=4)
 
 
-def compile_exact(num_pairs: int, forward: bool) -> Any:
+def compile_exact(num_pairs: int, forward: bool, rank: int = RANK) -> Any:
     """The same with the weight in float8, exact."""
     box, swizzle = ([128, 64], 64) if forward else ([64, 128], 128)
     arguments = {
         "x_desc": _gluon_descriptor([256, 64]), "q_desc": _fp8_descriptor(box, swizzle),
         "scales_ptr": "*fp32", "grid_rows": "i32", "grid_columns": "i32",
-        **_hopper_arguments(num_pairs, forward, [64, 64], rows=256, piece=64),
+        **_hopper_arguments(num_pairs, forward, [64, 64], rows=256, piece=64, rank=rank),
         "STAGES": hopper_exact.STAGES,
     }  # fmt: skip
     kernel = hopper_exact._exact_matmul_hopper_kernel
     return compile_kernel(kernel, arguments, GluonASTSource, num_warps=4)
 
 
-def compile_fp8(num_pairs: int, forward: bool) -> Any:
+def compile_fp8(num_pairs: int, forward: bool, rank: int = RANK) -> Any:
     """The same in float8."""
     x_stages, q_stages, w_stages = hopper_fp8.stages(forward=forward)
     arguments = {
@@ -186,7 +186,7 @@ def compile_fp8(num_pairs: int, forward: bool) -> Any:
         "scales_ptr": "*fp32", "grid_rows": "i32", "grid_columns": "i32",
         **_hopper_arguments(
             num_pairs, forward, [128, 64] if forward else [64, 128],
-            rows=256, piece=64 if forward else 128,
+            rows=256, piece=64 if forward else 128, rank=rank,
         ),
         "X_STAGES": x_stages, "Q_STAGES": q_stages, "W_STAGES": w_stages,
     }  # fmt: skip
@@ -195,7 +195,13 @@ def compile_fp8(num_pairs: int, forward: bool) -> Any:
 
 
 def _hopper_arguments(
-    num_pairs: int, forward: bool, factor: list[int], *, rows: int = 128, piece: int = 128
+    num_pairs: int,
+    forward: bool,
+    factor: list[int],
+    *,
+    rows: int = 128,
+    piece: int = 128,
+    rank: int = RANK,
 ) -> dict[str, Any]:
     """What the kernels for Hopper share: rows of a tile, a tile of a factor, columns stored."""
     return {
@@ -204,7 +210,7 @@ def _hopper_arguments(
         "out_ptr": "*bf16", "table_ptr": "*i32", "count_ptr": "*i32",
         "group_stride_0": 1, "group_stride_1": 1,
         **dict.fromkeys(("depth", "out_columns", "part_columns"), "i32"),
-        "PARTS": Constant(tuple(range(num_pairs))), "RANK": RANK, "RANK_STEPS": 1,
+        "PARTS": Constant(tuple(range(num_pairs))), "RANK": rank, "RANK_STEPS": -(-rank // 64),
         "FORWARD": forward, "TOGETHER": 8,
     }  # fmt: skip
 
@@ -255,9 +261,11 @@ def main() -> None:
     Those of frozen weights also with fewer pairs, each of which is a program of its own.
     """
     frozen = {
-        f"{name}_{num_pairs}_{'forward' if forward else 'input_grads'}": make(num_pairs, forward)
+        f"{name}_{pairs}_{rank}_{'forward' if forward else 'input_grads'}": make(
+            pairs, forward, rank
+        )
         for name, make in (("exact", compile_exact), ("fp8", compile_fp8))
-        for num_pairs in range(3)
+        for pairs, rank in ((0, RANK), (1, RANK), (2, RANK), (2, 128))
         for forward in (True, False)
     }
     compiled = frozen | {

@@ -74,8 +74,10 @@ def _load_tiles(
             stage = done % X_STAGES
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (done // X_STAGES & 1) ^ 1)
-            of_x: gl.constexpr = x_desc.block_type.nbytes + scale_desc.block_type.nbytes
-            mbarrier.expect(bar, of_x + w_desc.block_type.nbytes if FORWARD else of_x)
+            mbarrier.expect(
+                bar, x_desc.block_type.nbytes + scale_desc.block_type.nbytes
+                + (w_desc.block_type.nbytes if FORWARD else 0),
+            )  # fmt: skip
             tma.async_copy_global_to_shared(x_desc, [first, k], bar, x_smem.index(stage))
             tma.async_copy_global_to_shared(
                 scale_desc, [k // 128, row_tile * 256], bar, scale_smem.index(stage)
@@ -91,9 +93,10 @@ def _load_tiles(
                     stage = done % X_STAGES
                     bar = full.index(stage)
                     mbarrier.wait(empty.index(stage), (done // X_STAGES & 1) ^ 1)
-                    of_low: gl.constexpr = low_desc.block_type.nbytes
-                    of_factor: gl.constexpr = factor_descs[p].block_type.nbytes
-                    mbarrier.expect(bar, of_low + of_factor if FORWARD else of_low)
+                    mbarrier.expect(
+                        bar, low_desc.block_type.nbytes
+                        + (factor_descs[p].block_type.nbytes if FORWARD else 0),
+                    )  # fmt: skip
                     tma.async_copy_global_to_shared(
                         low_desc, [first, p * RANK + step * 64], bar,
                         x_smem.index(stage)._reinterpret(
