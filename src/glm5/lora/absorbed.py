@@ -7,6 +7,7 @@ from torch import Tensor
 
 from glm5.lora.factors import Adapted, LoraPair
 from glm5.model.linear import AbsorbedProjection, split_heads
+from glm5.ops.absorbed import HeadPair
 
 
 class AbsorbedLora(Adapted):
@@ -18,20 +19,15 @@ class AbsorbedLora(Adapted):
 
     base: AbsorbedProjection
 
-    def absorb_query(self, q_nope: Tensor) -> Tensor:
-        """q_nope [t, h, qk_nope_head_dim] -> [t, h, kv_lora_rank]."""
-        pair = self._only_pair()
-        b_k, _ = self._heads(pair, q_nope.dtype)
-        low_rank = torch.einsum("thd,hdr->thr", q_nope, b_k)
-        return self.base.absorb_query(q_nope) + low_rank @ pair.a.to(q_nope.dtype) * pair.scale
+    def absorb_query(self, q: Tensor) -> Tensor:
+        """q [t, h, qk_nope_head_dim + p] -> [t, h, kv_lora_rank + p]."""
+        of_keys, _ = self._head_pairs(q.dtype)
+        return self.base.absorb_query(q, of_keys)
 
     def expand_output(self, out_latent: Tensor) -> Tensor:
         """out_latent [t, h, kv_lora_rank] -> [t, h, v_head_dim]."""
-        pair = self._only_pair()
-        _, b_v = self._heads(pair, out_latent.dtype)
-        low_rank = out_latent @ pair.a.to(out_latent.dtype).T
-        delta = torch.einsum("thr,hdr->thd", low_rank, b_v)
-        return self.base.expand_output(out_latent) + delta * pair.scale
+        _, of_values = self._head_pairs(out_latent.dtype)
+        return self.base.expand_output(out_latent, of_values)
 
     def expand_latent(self, kv_latent: Tensor) -> tuple[Tensor, Tensor]:
         """kv_latent [t, kv_lora_rank] -> [t, h, qk_nope_head_dim], [t, h, v_head_dim]."""
@@ -44,8 +40,9 @@ class AbsorbedLora(Adapted):
         (name,) = self.hf_linears
         return self.pair(name)
 
-    def _heads(self, pair: LoraPair, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        head_dims = self.base.head_dims
-        per_head = pair.b.to(dtype).view(-1, sum(head_dims), pair.b.shape[-1])
-        b_k, b_v = per_head.split(head_dims, dim=1)
-        return b_k, b_v
+    def _head_pairs(self, dtype: torch.dtype) -> tuple[HeadPair, HeadPair]:
+        """Those of the keys and of the values."""
+        pair, head_dims = self._only_pair(), self.base.head_dims
+        a, b = pair.a.to(dtype), pair.b.to(dtype)
+        b_k, b_v = b.view(-1, sum(head_dims), b.shape[-1]).split(head_dims, dim=1)
+        return HeadPair(a, b_k, pair.scale), HeadPair(a, b_v, pair.scale)

@@ -232,11 +232,9 @@ class DSASelfAttention(MegatronModule):
 
         [t, h / tp, d_qk] of this rank's heads, or [t_r, h, d_qk] of its share of the queries.
         """
-        glm5 = self.config.glm5
         if shares is not None:
             q = shares.by_rank(q)
-        q_nope, q_rope = q.split([glm5.qk_nope_head_dim, glm5.qk_rope_head_dim], dim=-1)
-        q = torch.cat([self.linear_kv_up_proj.absorb_query(q_nope), q_rope], dim=-1)
+        q = self.linear_kv_up_proj.absorb_query(q)
         return q if shares is None else shares.heads_to_tokens(q)
 
     def _with_indexer_loss(

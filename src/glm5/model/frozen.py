@@ -23,7 +23,7 @@ from glm5.errors import ConfigError
 from glm5.model.experts import CUT_DIM, GroupedLinear, Offsets
 from glm5.model.linear import AbsorbedProjection, split_heads
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
-from glm5.ops.absorbed import HeadRows, from_latent, to_latent
+from glm5.ops.absorbed import HeadPair, from_latent, to_latent
 from glm5.ops.block_scaled import BLOCK, FP8_DTYPE, BlockScaled, scale_grid
 from glm5.ops.frozen_linear import frozen_linear
 from glm5.ops.grouped import GroupedPair, grouped_linear
@@ -47,6 +47,13 @@ class BlockScaledWeight(nn.Module):
     def block_scaled(self) -> BlockScaled:
         """The weight with its scales."""
         return BlockScaled(self.weight.detach(), self.weight_scale_inv, self.block)
+
+    def product(
+        self, x: Tensor, pairs: Sequence[GroupedPair | None] = (), pair_input: Tensor | None = None
+    ) -> Tensor:
+        """With this rank's part of a weight [out, in]; see frozen_linear."""
+        weight = self.block_scaled
+        return frozen_linear(x, weight, pairs, pair_input, fp8_compute=self.fp8_compute)
 
     def hold(self, shape: tuple[int, ...], block: Block, config: Glm5TransformerConfig) -> None:
         """Makes both, in float8 from the start, without values."""
@@ -92,8 +99,10 @@ class FrozenReplicatedLinear(BlockScaledWeight):
         self.config = config
         self.hold((out_features, in_features), base_block(config), config)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return frozen_linear(x, self.block_scaled, fp8_compute=self.fp8_compute), None
+    def forward(
+        self, x: Tensor, pairs: Sequence[GroupedPair | None] = (), pair_input: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        return self.product(x, pairs, pair_input), None
 
 
 class FrozenParallelLinear(BlockScaledWeight):
@@ -120,16 +129,12 @@ class FrozenParallelLinear(BlockScaledWeight):
         self.hold((sizes[0], sizes[1]), block, config)
         set_tensor_model_parallel_attributes(self.weight, True, cut, parts)
 
-    def product(self, x: Tensor) -> Tensor:
-        """Of this rank's part of the weight."""
-        return frozen_linear(x, self.block_scaled, fp8_compute=self.fp8_compute)
-
 
 class FrozenColumnLinear(FrozenParallelLinear):
     """Megatron's ColumnParallelLinear with a frozen weight.
 
     x [s / tp, b, in] under sequence parallelism, else [s, b, in] -> (y [s, b, out / tp], no bias).
-    The gathered x is not kept for the backward.
+    The gathered x is not kept for the backward, as pairs would: there it takes none.
     """
 
     def __init__(
@@ -152,12 +157,15 @@ class FrozenColumnLinear(FrozenParallelLinear):
         del init_method, skip_bias_add, tp_comm_buffer_name, name
         super().__init__((output_size, input_size), 0, config=config, parts=stride, group=tp_group)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+    def forward(
+        self, x: Tensor, pairs: Sequence[GroupedPair | None] = (), pair_input: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        assert not (pairs and self.config.sequence_parallel), "they would keep the gathered x"
         if self.config.sequence_parallel:
             x = gather_from_sequence_parallel_region(x, group=self.group)
         else:
             x = copy_to_tensor_model_parallel_region(x, group=self.group)
-        return self.product(x), None
+        return self.product(x, pairs, pair_input), None
 
 
 class FrozenRowLinear(FrozenParallelLinear):
@@ -186,8 +194,10 @@ class FrozenRowLinear(FrozenParallelLinear):
         del init_method, skip_bias_add, tp_comm_buffer_name, name
         super().__init__((output_size, input_size), 1, config=config, group=tp_group)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        y = self.product(x)
+    def forward(
+        self, x: Tensor, pairs: Sequence[GroupedPair | None] = (), pair_input: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        y = self.product(x, pairs, pair_input)
         if self.config.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, group=self.group), None
         return reduce_from_tensor_model_parallel_region(y, group=self.group), None
@@ -205,14 +215,13 @@ class FrozenLatentUpProjection(FrozenParallelLinear, AbsorbedProjection):
         shape = (glm5.num_attention_heads * sum(self.head_dims), glm5.kv_lora_rank)
         super().__init__(shape, 0, config=config)
 
-    def absorb_query(self, q_nope: Tensor) -> Tensor:
-        rows = HeadRows(sum(self.head_dims), 0, self.head_dims[0])
-        return to_latent(q_nope, self.block_scaled, rows, transient_bytes=self._transient_bytes)
+    def absorb_query(self, q: Tensor, pair: HeadPair | None = None) -> Tensor:
+        limit = self._transient_bytes
+        return to_latent(q, self.block_scaled, self.key_rows, pair, transient_bytes=limit)
 
-    def expand_output(self, out_latent: Tensor) -> Tensor:
-        rows = HeadRows(sum(self.head_dims), *self.head_dims)
-        weight = self.block_scaled
-        return from_latent(out_latent, weight, rows, transient_bytes=self._transient_bytes)
+    def expand_output(self, out_latent: Tensor, pair: HeadPair | None = None) -> Tensor:
+        weight, limit = self.block_scaled, self._transient_bytes
+        return from_latent(out_latent, weight, self.value_rows, pair, transient_bytes=limit)
 
     def expand_latent(self, kv_latent: Tensor) -> tuple[Tensor, Tensor]:
         return split_heads(frozen_linear(kv_latent, self.block_scaled), self.head_dims)

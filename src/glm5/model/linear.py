@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from glm5.model.parallel import sum_gradient_over_tp
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
+from glm5.ops.absorbed import HeadPair, HeadRows, from_latent, to_latent
 
 
 class ReplicatedLinear(nn.Module):
@@ -52,12 +53,24 @@ class AbsorbedProjection(nn.Module):
     head_dims: tuple[int, int]
     """(qk_nope_head_dim, v_head_dim)"""
 
-    def absorb_query(self, q_nope: Tensor) -> Tensor:
-        """q_nope [t, h, qk_nope_head_dim] -> W_k^T q_nope [t, h, kv_lora_rank]."""
+    @property
+    def key_rows(self) -> HeadRows:
+        """Where W_k is."""
+        return HeadRows(sum(self.head_dims), 0, self.head_dims[0])
+
+    @property
+    def value_rows(self) -> HeadRows:
+        """Where W_v is."""
+        return HeadRows(sum(self.head_dims), *self.head_dims)
+
+    def absorb_query(self, q: Tensor, pair: HeadPair | None = None) -> Tensor:
+        """q [t, h, qk_nope_head_dim + p] = [q_nope, q_p] -> [W_k^T q_nope, q_p]
+        [t, h, kv_lora_rank + p]; pair: of a frozen W_k."""
         raise NotImplementedError
 
-    def expand_output(self, out_latent: Tensor) -> Tensor:
-        """out_latent [t, h, kv_lora_rank] -> W_v out_latent [t, h, v_head_dim]."""
+    def expand_output(self, out_latent: Tensor, pair: HeadPair | None = None) -> Tensor:
+        """out_latent [t, h, kv_lora_rank] -> W_v out_latent [t, h, v_head_dim]; pair: of a frozen
+        W_v."""
         raise NotImplementedError
 
     def expand_latent(self, kv_latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,11 +98,16 @@ class LatentUpProjection(AbsorbedProjection, ColumnParallelLinear):
             bias=False,
         )
 
-    def absorb_query(self, q_nope: Tensor) -> Tensor:
+    def absorb_query(self, q: Tensor, pair: HeadPair | None = None) -> Tensor:
+        if pair is not None:
+            return to_latent(q, self.weight, self.key_rows, pair)
         w_k, _ = self._heads()
-        return torch.einsum("thd,hdr->thr", q_nope, w_k)
+        q_nope, passed = q.tensor_split([self.head_dims[0]], dim=-1)
+        return torch.cat([torch.einsum("thd,hdr->thr", q_nope, w_k), passed], dim=-1)
 
-    def expand_output(self, out_latent: Tensor) -> Tensor:
+    def expand_output(self, out_latent: Tensor, pair: HeadPair | None = None) -> Tensor:
+        if pair is not None:
+            return from_latent(out_latent, self.weight, self.value_rows, pair)
         _, w_v = self._heads()
         return torch.einsum("thr,hdr->thd", out_latent, w_v)
 

@@ -80,9 +80,9 @@ class BridgedLora(AdapterWrapper):
         """As the base's."""
         return self._active()(*inputs)
 
-    def absorb_query(self, q_nope: Tensor) -> Tensor:
+    def absorb_query(self, q: Tensor) -> Tensor:
         """As LatentUpProjection's."""
-        return self._active().absorb_query(q_nope)
+        return self._active().absorb_query(q)
 
     def expand_output(self, out_latent: Tensor) -> Tensor:
         """As LatentUpProjection's."""
