@@ -6,10 +6,12 @@ Run as a program, in a process where Triton's interpreter is off: see compiling.
 import json
 from typing import Any
 
-from glm5.ops import triton_rms_norm
+from glm5.ops import triton_rms_norm, triton_rotation
 from tests.ops.grouped.compile_kernels import compile_kernel, report
 
 WIDTHS = (512, 2048, 6144)
+# width, rotating dimensions, whether they are the first: attention's queries and keys, the indexer
+HEADS = {"queries": (256, 64, False), "keys": (64, 64, True), "indexer": (128, 64, True)}
 
 
 def compile_norm_fwd(width: int) -> Any:
@@ -36,16 +38,32 @@ def compile_norm_bwd(width: int, want_weight: bool) -> Any:
     return compile_kernel(kernel, arguments, num_warps=options["num_warps"])
 
 
+def compile_rotation(width: int, dim: int, first: bool, interleaved: bool) -> Any:
+    """Rope of bf16 heads."""
+    options = triton_rotation.launch_options(width, dim // 2)
+    launch = {name: options.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+    arguments = {
+        "x_ptr": "*bf16", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "out_ptr": "*bf16",
+        **dict.fromkeys(("num_rows", "heads", "token_stride", "head_stride", "width"), "i32"),
+        "PAIRS": dim // 2, "FIRST": first, "INTERLEAVED": interleaved, "FORWARD": True, **options,
+    }  # fmt: skip
+    return compile_kernel(triton_rotation._rotation_kernel, arguments, **launch)
+
+
 def described(kernel: Any) -> dict[str, int]:
-    """Also the loads and stores of 16 bytes."""
+    """Also the loads and stores of 16 bytes, and products added before they are rounded."""
     ptx = kernel.asm["ptx"]
     wide = {"wide_loads": ptx.count("ld.global.v4"), "wide_stores": ptx.count("st.global.v4")}
-    return report(kernel) | wide
+    return report(kernel) | wide | {"fused_adds": ptx.count("fma.rn")}
 
 
 def main() -> None:
     """Compile each kernel as it is launched for the widths of the model."""
-    compiled = {}
+    compiled = {
+        f"rotation_{name}_{interleaved}": compile_rotation(*head, interleaved)
+        for name, head in HEADS.items()
+        for interleaved in (True, False)
+    }
     for width in WIDTHS:
         compiled[f"rms_norm_fwd_{width}"] = compile_norm_fwd(width)
         for want_weight in (False, True):
