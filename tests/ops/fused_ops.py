@@ -12,6 +12,9 @@ from glm5.ops.grouped.gated import weighted_swiglu
 from glm5.ops.grouped.linear import grouped_linear
 from glm5.ops.indexer.triton_select import select_topk
 from glm5.ops.indexer_kl.autograd import indexer_kl, indexer_kl_dense
+from glm5.ops.rms_norm import rms_norm
+from glm5.ops.rope import rope_cos_sin
+from glm5.ops.rotation import rotate
 from glm5.ops.sparse_mla.autograd import sparse_mla, sparse_mla_with_mass
 from tests.ops import oracles
 
@@ -36,6 +39,13 @@ def fused_ops(t_q: int, t_k: int, topk: int) -> Iterator[tuple[str, Run]]:
                 f"indexer_kl {heads} x {d}, dense {dense}",
                 lambda h=heads, d=d, s=dense: _learn(t_k, topk, h, d, s),
             )
+    for width, dtype in ((512, torch.bfloat16), (24, torch.float32)):
+        yield f"rms_norm {width} {dtype}", lambda w=width, dtype=dtype: _norm(t_k, w, dtype)
+    for heads, width, dtype in ((64, 256, torch.bfloat16), (3, 24, torch.float32)):
+        yield (
+            f"rotate {heads} x {width} {dtype}",
+            lambda h=heads, w=width, dtype=dtype: _turn(t_q, h, w, dtype),
+        )
     for ranks, dtype in (((), torch.bfloat16), ((16, 16), torch.bfloat16), ((5, 3), torch.float32)):
         yield (
             f"grouped_linear {ranks} {dtype}",
@@ -91,6 +101,22 @@ def _learn(tokens: int, topk: int, heads: int, dim: int, dense: bool) -> None:
     lse = torch.full((tokens, attention_heads), 9.0, device="cuda")
     bounds = (x.cuda() for x in oracles.causal_bounds(tokens // 3, tokens - tokens // 3))
     indexer_kl_dense(*index, q, kv, lse, d_qk**-0.5, *bounds).sum().backward()
+
+
+def _norm(rows: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = _leaf(rows, width, dtype=dtype), _leaf(width, dtype=dtype)
+    for trained in (weight, weight.detach()):
+        y = rms_norm(x, trained, 1e-5)
+        y.backward(torch.randn_like(y))
+
+
+def _turn(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
+    x = _leaf(tokens, heads, width, dtype=dtype)
+    cos, sin = rope_cos_sin(torch.arange(tokens, device="cuda"), width // 4, 8e6)
+    for interleaved in (False, True):
+        for first in (False, True):
+            y = rotate(x, cos, sin, interleaved=interleaved, first=first)
+            y.backward(torch.randn_like(y))
 
 
 def _experts(rows: int, ranks: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -19,7 +19,8 @@ from glm5.model.indexer import LightningIndexer
 from glm5.model.tokens import TokenRow
 from glm5.ops.indexer.selection import select_from_scores
 from glm5.ops.masks import document_bounds
-from glm5.ops.rope import apply_rope, rope_cos_sin
+from glm5.ops.rope import rope_cos_sin
+from glm5.ops.rotation import rotate
 from glm5.parity.hf_side import load_reference
 from glm5.parity.verify import Report, cases, latent_eps_notes, verify
 from tests.hf_folders import rewrite
@@ -146,12 +147,12 @@ def test_the_same_seed_gives_the_same_report(
 Break = Callable[[GPTModel, pytest.MonkeyPatch], None]
 
 
-def half_split(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    return apply_rope(x, cos, sin, interleaved=not interleaved)
+def half_split(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, first: bool) -> Tensor:
+    return rotate(x, cos, sin, interleaved=not interleaved, first=first)
 
 
 def main_rope_half_split(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glm5.model.attention.apply_rope", half_split)
+    monkeypatch.setattr("glm5.model.attention.rotate", half_split)
 
 
 def main_rope_theta(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,15 +209,14 @@ def test_a_wrong_model_fails_at_every_length(
 
 
 def indexer_rope_half_split(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glm5.model.indexer.apply_rope", half_split)
+    monkeypatch.setattr("glm5.model.indexer.rotate", half_split)
 
 
 def indexer_rope_on_the_last_dims(model: GPTModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def rope_last(self: LightningIndexer, x: Tensor, row: TokenRow) -> Tensor:
         rope_dim = self.config.glm5.qk_rope_head_dim
         cos, sin = rope_cos_sin(row.positions, rope_dim, self.config.glm5.rope_theta)
-        passed, rotated = x.split([x.shape[-1] - rope_dim, rope_dim], dim=-1)
-        return torch.cat([passed, apply_rope(rotated, cos, sin, interleaved=True)], dim=-1)
+        return rotate(x, cos, sin, interleaved=True, first=False)
 
     monkeypatch.setattr(LightningIndexer, "_rope_first_dims", rope_last)
 

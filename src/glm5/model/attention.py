@@ -22,7 +22,8 @@ from glm5.model.tokens import TokenRow, token_row
 from glm5.model.transformer_config import Glm5TransformerConfig
 from glm5.ops.backends import get_backend
 from glm5.ops.causal_attention import causal_attention
-from glm5.ops.rope import apply_rope, rope_cos_sin
+from glm5.ops.rope import rope_cos_sin
+from glm5.ops.rotation import rotate
 
 IndexerType = Literal["full", "shared"]
 
@@ -142,9 +143,7 @@ class DSASelfAttention(MegatronModule):
         cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
         q = row.flatten(self.linear_q_up_proj(q_latent)[0])
         q = q.view(q.shape[0], -1, glm5.qk_head_dim)
-        q_nope, q_rope = q.split([glm5.qk_nope_head_dim, glm5.qk_rope_head_dim], dim=-1)
-        q_rope = apply_rope(q_rope, cos, sin, interleaved=glm5.rope_interleave)
-        return torch.cat([q_nope, q_rope], dim=-1)
+        return rotate(q, cos, sin, interleaved=glm5.rope_interleave, first=False)
 
     def _keys(self, x: Tensor, own: TokenRow) -> Tensor:
         """kv [t_k, d_qk] of all tokens: there is one latent head, so every rank needs it whole."""
@@ -152,7 +151,7 @@ class DSASelfAttention(MegatronModule):
         cos, sin = rope_cos_sin(own.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
         kv = own.flatten(self.linear_kv_down_proj(x)[0])
         kv_latent, k_rope = kv.split([glm5.kv_lora_rank, glm5.qk_rope_head_dim], dim=-1)
-        k_rope = apply_rope(k_rope, cos, sin, interleaved=glm5.rope_interleave)
+        k_rope = rotate(k_rope, cos, sin, interleaved=glm5.rope_interleave, first=True)
         return gather_keys(torch.cat([self.kv_layernorm(kv_latent), k_rope], dim=-1), own.batch)
 
     def _attend(

@@ -23,7 +23,8 @@ from glm5.model.routes import Routes
 from glm5.model.tokens import TokenRow
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
 from glm5.ops.backends import get_backend
-from glm5.ops.rope import apply_rope, rope_cos_sin
+from glm5.ops.rope import rope_cos_sin
+from glm5.ops.rotation import rotate
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,5 @@ class LightningIndexer(MegatronModule):
 
     def _rope_first_dims(self, x: Tensor, row: TokenRow) -> Tensor:
         glm5 = self.config.glm5
-        rope_dim = glm5.qk_rope_head_dim
-        cos, sin = rope_cos_sin(row.positions, rope_dim, glm5.rope_theta)
-        rotated, passed = x.split([rope_dim, glm5.index_head_dim - rope_dim], dim=-1)
-        rotated = apply_rope(rotated, cos, sin, interleaved=glm5.indexer_rope_interleave)
-        return torch.cat([rotated, passed], dim=-1)
+        cos, sin = rope_cos_sin(row.positions, glm5.qk_rope_head_dim, glm5.rope_theta)
+        return rotate(x, cos, sin, interleaved=glm5.indexer_rope_interleave, first=True)

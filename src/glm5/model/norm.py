@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from glm5.model.parallel import sum_gradient_over_tp
 from glm5.model.transformer_config import Glm5TransformerConfig, build_device
-from glm5.ops.row_major import row_major
+from glm5.ops.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -25,7 +25,5 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        # what follows is a linear, and Megatron's embedding has other strides
-        return row_major(self.weight * (wide * scale).to(x.dtype))
+        # row-major: what follows is a linear, and Megatron's embedding has other strides
+        return rms_norm(x, self.weight, self.eps)

@@ -1,7 +1,10 @@
-"""The dtype in which the references compute."""
+"""The dtypes in which the references compute, and which the fused kernels take."""
 
 import torch
 from torch import Tensor
+
+# What the fused kernels compute; fp64, which serves to check gradients, takes the reference.
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:

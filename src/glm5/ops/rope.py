@@ -29,13 +29,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Ten
     conventions (transformers writes its interleaved result half-ordered; q.k is the same).
     Computed in fp32 (fp64 for fp64 x). Differentiable in x.
     """
+    check_tables(x, cos, sin)
     t, dim = x.shape[0], x.shape[-1]
-    if cos.shape != (t, dim // 2) or sin.shape != cos.shape or dim % 2:
-        raise ConfigError(
-            "cos and sin do not fit x",
-            got=f"x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}",
-            expected="x [t, ..., dim] with dim even, cos and sin [t, dim // 2]",
-        )
     dtype = accumulation_dtype(x)
     table_shape = (t, *[1] * (x.ndim - 2), dim // 2)
     cos, sin = cos.to(dtype).view(table_shape), sin.to(dtype).view(table_shape)
@@ -44,3 +39,14 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Ten
     a, b = pairs.unbind(pair_dim)
     rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=pair_dim)
     return rotated.flatten(-2).to(x.dtype)
+
+
+def check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise ConfigError unless cos and sin fit x as apply_rope takes them."""
+    t, dim = x.shape[0], x.shape[-1]
+    if cos.shape != (t, dim // 2) or sin.shape != cos.shape or dim % 2:
+        raise ConfigError(
+            "cos and sin do not fit x",
+            got=f"x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}",
+            expected="x [t, ..., dim] with dim even, cos and sin [t, dim // 2]",
+        )

@@ -106,9 +106,7 @@ def head_bytes(c: Glm5Config, s: Shapes, layout: Layout, work: Workload) -> int:
     logits = BF16 * s.tokens * vocab
     softmax = FP32 * s.tokens * vocab
     weight_grad = BF16 * vocab * c.hidden_size if work.mode == "full" else 0
-    return _norm(s.shard * c.hidden_size, work, kept=True) + max(
-        logits + softmax, logits + weight_grad
-    )
+    return _norm(s.shard * c.hidden_size, kept=True) + max(logits + softmax, logits + weight_grad)
 
 
 def buffer_bytes(c: Glm5Config, s: Shapes, layout: Layout) -> int:
@@ -118,17 +116,17 @@ def buffer_bytes(c: Glm5Config, s: Shapes, layout: Layout) -> int:
     return gathered + exchanged
 
 
-def _norm(size: int, work: Workload, *, kept: bool) -> int:
-    """RMSNorm keeps its input in fp32; for its weight's gradient, the normed input; its result."""
-    return size * (FP32 + (BF16 if work.mode == "full" else 0) + (BF16 if kept else 0))
+def _norm(size: int, *, kept: bool) -> int:
+    """RMSNorm keeps its input, and what follows may keep its result."""
+    return BF16 * size * (1 + int(kept))
 
 
 def _projections(c: Glm5Config, s: Shapes, work: Workload) -> int:
     """From the layer's input to absorbed queries and keys, and the output projection's input."""
     input_kept = work.keeps_input("q_a_proj", "kv_a_proj_with_mqa")
-    norms = _norm(s.shard * c.hidden_size, work, kept=input_kept)
-    norms += _norm(s.shard * c.q_lora_rank, work, kept=work.keeps_input("q_b_proj"))
-    norms += _norm(s.shard * c.kv_lora_rank, work, kept=False)
+    norms = _norm(s.shard * c.hidden_size, kept=input_kept)
+    norms += _norm(s.shard * c.q_lora_rank, kept=work.keeps_input("q_b_proj"))
+    norms += _norm(s.shard * c.kv_lora_rank, kept=False)
     queries = c.qk_head_dim if work.keeps_input("kv_b_proj") else 0
     values = c.v_head_dim if work.keeps_input("o_proj") else 0
     return norms + BF16 * s.tokens * s.heads * (queries + values)
@@ -154,7 +152,7 @@ def _mass_passing(c: Glm5Config, s: Shapes) -> int:
 def _mlp_norm(c: Glm5Config, s: Shapes, work: Workload, *, sparse: bool) -> int:
     # the router keeps its input whether or not it trains
     kept = sparse or work.keeps_input("gate_proj", "up_proj")
-    return _norm(s.shard * c.hidden_size, work, kept=kept)
+    return _norm(s.shard * c.hidden_size, kept=kept)
 
 
 def _gated(rows: int, width: int, *, input_kept: bool) -> int:

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from glm5.ops.grouped.linear import FUSED_DTYPES
-from glm5.ops.precision import accumulation_dtype
+from glm5.ops.precision import FUSED_DTYPES, accumulation_dtype
 
 
 def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:

@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from glm5.ops.block_scaled.weight import BlockScaled
 from glm5.ops.grouped.inputs import GroupedPair, check_inputs
 from glm5.ops.grouped.reference import grouped_linear_reference
-
-# What the fused kernels compute; fp64, which serves to check gradients, takes the reference.
-FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from glm5.ops.precision import FUSED_DTYPES
 
 
 def grouped_linear(
