@@ -89,8 +89,8 @@ def _apply(
     is_to_latent: bool,
     transient_bytes: int,
 ) -> Tensor:
-    is_scaled = isinstance(weight, BlockScaled)
-    assert is_scaled or not weight.requires_grad, "the weight of this product is frozen"
+    is_frozen = isinstance(weight, BlockScaled) or not weight.requires_grad
+    assert is_frozen, "the weight of this product is frozen"
     block = weight.block if isinstance(weight, BlockScaled) else None
     scale = 0.0 if pair is None else float(pair.scale)
     form = _Form(rows, block, scale, is_to_latent, transient_bytes)

@@ -373,22 +373,21 @@ def _fp8_matmul_hopper_kernel(
     grid = (scales_ptr, grid_rows, grid_columns)
     factors, strides = (factor_0, factor_1), (group_stride_0, group_stride_1)
     if FORWARD:
-        bars = x_bars
         fence_async_shared()
         gl.thread_barrier()
         gl.warp_specialize(
             [
                 (_multiply, (
-                    zero, low_desc, out_desc, out_ptr, grid, smem, bars, table_ptr,
+                    zero, low_desc, out_desc, out_ptr, grid, smem, x_bars, table_ptr,
                     sizes, PARTS, RANK_STEPS, FORWARD, TOGETHER, X_STAGES, W_STAGES,
                 )),
                 (_multiply, (
-                    one, low_desc, out_desc, out_ptr, grid, smem, bars, table_ptr,
+                    one, low_desc, out_desc, out_ptr, grid, smem, x_bars, table_ptr,
                     sizes, PARTS, RANK_STEPS, FORWARD, TOGETHER, X_STAGES, W_STAGES,
                 )),
                 (_load_tiles, (
                     x_desc, scale_desc, w_desc, low_desc, factors, (x_smem, scale_smem, w_smem),
-                    bars, table_ptr, sizes, strides,
+                    x_bars, table_ptr, sizes, strides,
                     PARTS, RANK, RANK_STEPS, FORWARD, TOGETHER, X_STAGES, W_STAGES,
                 )),
             ],
