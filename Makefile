@@ -17,7 +17,7 @@ PYTHON ?=
 CORES := 0.16.1 0.17.1 0.18.2
 CORE_FOLDERS := $(CORES:%=$(VENV)/cores/%)
 CORE_TESTS := tests/cores tests/parity/test_verify.py tests/train/test_resume.py \
-	tests/train/test_loop.py tests/model/test_replay.py
+	tests/train/test_loop.py tests/model/test_replay.py tests/model/test_dispatcher.py
 IS_312 := -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'
 
 # What Megatron-Bridge needs lies on top of .venv. Of Transformer Engine, which it imports, PyPI has

@@ -16,6 +16,7 @@ from glm5.ops.rms_norm import rms_norm
 from glm5.ops.rope import rope_cos_sin
 from glm5.ops.rotation import rotate
 from glm5.ops.sparse_mla.autograd import sparse_mla, sparse_mla_with_mass
+from glm5.ops.token_rows import copy_rows, row_places, sum_rows
 from tests.ops import oracles
 
 Run = Callable[[], Any]
@@ -45,6 +46,11 @@ def fused_ops(t_q: int, t_k: int, topk: int) -> Iterator[tuple[str, Run]]:
         yield (
             f"rotate {heads} x {width} {dtype}",
             lambda h=heads, w=width, dtype=dtype: _turn(t_q, h, w, dtype),
+        )
+    for width, dtype in ((256, torch.bfloat16), (37, torch.float32)):
+        yield (
+            f"token rows {width} {dtype}",
+            lambda width=width, dtype=dtype: _token_rows(t_k, width, dtype),
         )
     for ranks, dtype in (((), torch.bfloat16), ((16, 16), torch.bfloat16), ((5, 3), torch.float32)):
         yield (
@@ -132,6 +138,12 @@ def _frozen(rows: int, ranks: tuple[int, ...], dtype: torch.dtype, fp8_compute: 
     pairs = _pairs(ranks, dtype)
     y = grouped_linear(x, weight, _ends(rows), pairs, fp8_compute=fp8_compute)
     y.backward(torch.randn_like(y))
+
+
+def _token_rows(tokens: int, width: int, dtype: torch.dtype) -> None:
+    places = row_places(torch.randperm(8 * tokens, device="cuda") % tokens, 8)
+    out = sum_rows(copy_rows(_leaf(tokens, width, dtype=dtype), places), places)
+    out.backward(torch.randn_like(out))
 
 
 def _ends(rows: int) -> Tensor:

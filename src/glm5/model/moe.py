@@ -9,21 +9,26 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.moe_utils import (
+    get_default_pg_collection,
+    topk_routing_with_score_function,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
+from glm5.model.dispatcher import alltoall_dispatcher
 from glm5.model.grouped_experts import GroupedExperts
 from glm5.model.mlp import mlp_linears
 from glm5.model.parallel import token_rows
 from glm5.model.replay import LayerChoices
 from glm5.model.transformer_config import Glm5TransformerConfig
 
-# Tensors that Megatron's dispatchers keep from dispatch to combine.
+# Tensors that Megatron's dispatchers and ours keep from dispatch to combine.
 _NOTES = (
     "probs", "routing_map", "local_probs", "local_map", "reversed_local_input_permutation_mapping",
+    "places",
 )  # fmt: skip
 
 
@@ -106,7 +111,7 @@ class SharedExperts(SharedExpertMLP):
 
 
 class Glm5MoELayer(MoELayer):
-    """MoELayer whose router may be told which experts to take."""
+    """MoELayer whose router may be told which experts to take, with our all-to-all dispatcher."""
 
     def __init__(
         self,
@@ -121,7 +126,10 @@ class Glm5MoELayer(MoELayer):
         parts = MoESubmodules(
             experts=GroupedExperts, shared_experts=SharedExperts, router=Glm5Router
         )
-        super().__init__(config, parts, pg_collection=pg_collection)
+        groups = pg_collection or get_default_pg_collection()
+        super().__init__(config, parts, pg_collection=groups)
+        if config.moe_token_dispatcher_type == "alltoall":
+            self.token_dispatcher = alltoall_dispatcher(self, groups)
 
     def forward(
         self, x: Tensor, choices: LayerChoices | None = None

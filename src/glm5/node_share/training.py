@@ -116,13 +116,10 @@ def _dispatch_as_on_a_gpu(model: nn.Module) -> None:
     """On a CPU the layers gather all tokens on all ranks instead, which takes more memory."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from glm5.model.dispatcher import alltoall_dispatcher
 
     for layer in model.modules():
         if isinstance(layer, MoELayer):
-            layer.token_dispatcher = MoEAlltoAllTokenDispatcher(
-                layer.num_local_experts,
-                layer.local_expert_indices,
-                config=layer.config,
-                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-            )
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            layer.token_dispatcher = alltoall_dispatcher(layer, groups)
