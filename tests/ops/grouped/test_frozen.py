@@ -142,8 +142,21 @@ HOPPER_CASES: dict[str, dict[str, Any]] = {
     "all in one group": {"sizes": [0, 4500, 0, 0], "ranks": (16, 16)},
     "deep": {"sizes": [700, 400], "out_features": 1024, "in_features": 2048},
     "576 outputs": {"sizes": [300], "out_features": 576, "in_features": 768},
+    "576 outputs, a pair": {
+        "sizes": [300],
+        "out_features": 576,
+        "in_features": 768,
+        "ranks": (16,),
+    },
     "128 outputs": {"sizes": [131], "out_features": 128, "in_features": 512},
     "ragged both ways": {"sizes": [77], "out_features": 328, "in_features": 208},
+    "ragged both ways, a pair": {
+        "sizes": [77],
+        "out_features": 328,
+        "in_features": 208,
+        "ranks": (7,),
+    },
+    "half of a tile": {"sizes": [128, 129, 384], "ranks": (100, 128)},
     "ragged experts": {"sizes": [77, 50], "out_features": 328, "in_features": 208},
 }
 
