@@ -17,6 +17,7 @@ from glm5.ops.block_scaled.quantise import quantise_rows
 from glm5.ops.frozen_linear import frozen_linear
 from glm5.ops.grouped import GroupedPair, grouped_linear
 from glm5.ops.grouped.autograd import grouped_linear_fused
+from glm5.ops.grouped.hopper import fits_hopper
 from glm5.ops.grouped.reference import grouped_linear_reference
 from glm5.ops.grouped.triton_rows import PIECE, quantise_rows_fused
 from glm5.ops.grouped.triton_tiles import RowTiles
@@ -158,7 +159,23 @@ HOPPER_CASES: dict[str, dict[str, Any]] = {
     },
     "half of a tile": {"sizes": [128, 129, 384], "ranks": (100, 128)},
     "ragged experts": {"sizes": [77, 50], "out_features": 328, "in_features": 208},
+    "ragged gate and up, as wide as the input": {
+        "sizes": [77],
+        "out_features": 416,
+        "in_features": 208,
+        "ranks": (16, 16),
+    },
 }
+
+
+@pytest.mark.parametrize(
+    ("columns", "depth", "fits"), [(416, 208, True), (208, 416, True), (208, 208, False)]
+)
+def test_no_tile_crosses_from_one_part_into_the_next(columns: int, depth: int, fits: bool) -> None:
+    """Forward with one part, the gradient of the input, and forward with two parts."""
+    weight = FrozenCase([1], 416, 208).weight
+    x = torch.empty(3, depth, dtype=torch.bfloat16, device=DEVICE)
+    assert fits_hopper(x, weight, columns, None) == fits
 
 
 @pytest.mark.gpu

@@ -20,7 +20,8 @@ def fits_hopper(
     """Whether the kernels take these: rows of x of a 2-byte dtype, a weight of whole tiles, of a
     part's columns and of the depth, and at most two pairs; everything begins at 16 bytes.
 
-    A block-scaled weight has blocks of BLOCK; where it is the only one its edges may be ragged.
+    A block-scaled weight has blocks of BLOCK; where it is the only one, and of one part, its edges
+    may be ragged.
     """
     pairs = () if factors is None else factors.tensors
     values = weight.values if isinstance(weight, BlockScaled) else weight
@@ -37,9 +38,10 @@ def _takes_sizes(x: Tensor, weight: Tensor | BlockScaled, columns: int) -> bool:
         return columns % COLUMNS == 0 and x.shape[1] % DEPTH == 0
     if weight.block != BLOCK or weight.shape[2] % _BYTES or weight.shape[1] % (_BYTES // 2):
         return False
-    # behind the edges of one weight is nothing, behind those of one of several is the next one
+    # behind the edges of one weight is nothing, behind those of one of several, or of a part, is
+    # the next one
     is_whole = columns % SCALED_COLUMNS == 0 and x.shape[1] % BLOCK[0] == 0
-    return is_whole or (len(weight) == 1 and columns in weight.shape[1:])
+    return is_whole or (len(weight) == 1 and {columns, x.shape[1]} == set(weight.shape[1:]))
 
 
 def hopper_product(
