@@ -83,6 +83,15 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"heterogeneous_block_specs": True}, ConfigError, "heterogeneous_block_specs"),
     ({"use_te_activation_func": True}, ConfigError, "use_te_activation_func"),
     ({"mtp_use_repeated_layer": True}, ConfigError, "mtp_use_repeated_layer"),
+    *[
+        ({"moe_token_dispatcher_type": "alltoall", name: value}, ConfigError, name)
+        for name, value in (
+            ("moe_permute_fusion", True),
+            ("moe_expert_capacity_factor", 1.0),
+            ("moe_pad_expert_input_to_capacity", True),
+            ("moe_router_padding_for_quantization", True),
+        )
+    ],
     ({"multi_latent_attention": False}, ConfigError, "multi_latent_attention = False"),
     ({"dsa_indexer_topk": 4}, ConfigError, "dsa_indexer_topk"),
     ({"dsa_indexer_loss_coeff": 0.001}, ConfigError, "indexer_loss_coeff weighs its loss"),

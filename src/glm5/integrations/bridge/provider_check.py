@@ -55,6 +55,13 @@ _ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "use_te_activation_func": (False, "glm5 brings its own modules"),
     "mtp_use_repeated_layer": (False, "GLM-5 has weights for each of its MTP layers"),
 }
+# The same of the all-to-all dispatcher, of which we have our own.
+_ONLY_VALUES_OF_ALLTOALL: dict[str, tuple[Any, str]] = {
+    "moe_permute_fusion": (False, "rows of tokens have kernels of their own"),
+    "moe_expert_capacity_factor": (None, "GLM-5 drops no tokens"),
+    "moe_pad_expert_input_to_capacity": (False, "GLM-5 drops no tokens"),
+    "moe_router_padding_for_quantization": (False, "glm5 computes in bf16 or fp32"),
+}
 # Of the fields that start as Megatron's own DSA calls its settings the one that is ours.
 _CORE_DSA, _OUR_DSA = "dsa_", "dsa_attention_backend"
 
@@ -107,7 +114,10 @@ def _published(provider: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_values(provider: Any) -> None:
-    for name, (only, reason) in _ONLY_VALUES.items():
+    values = _ONLY_VALUES
+    if provider.moe_token_dispatcher_type == "alltoall":
+        values = values | _ONLY_VALUES_OF_ALLTOALL
+    for name, (only, reason) in values.items():
         if getattr(provider, name) != only:
             raise ConfigError(
                 f"unsupported {name}",
