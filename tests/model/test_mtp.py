@@ -7,6 +7,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from glm5.checkpoint.load import load_model
+from glm5.model import mtp
 from glm5.model.forward import packed_documents
 from glm5.model.mtp import Glm5Model, next_in_document
 from glm5.runtime.distributed import ensure_distributed
@@ -34,6 +35,29 @@ def test_what_stands_one_token_later(lengths: tuple[int, ...] | None, expected: 
     if lengths is None:
         both = next_in_document(torch.cat([x, x + 5]), packed)
         assert both.tolist() == [expected, [7, 8, 9, 10, 0]]
+
+
+def test_a_rank_does_not_keep_the_states_of_all_tokens(
+    tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(tiny_folder("5"), include_mtp=True, dtype="float32").train()
+    monkeypatch.setattr(model.config, "sequence_parallel", True)
+    whole: list[Tensor] = []
+    kept: set[int] = set()
+
+    def own_part(x: Tensor) -> Tensor:
+        whole.append(torch.cat([x, x]))
+        return whole[0][: len(x)]
+
+    def keep(x: Tensor) -> Tensor:
+        kept.add(x.untyped_storage().data_ptr())
+        return x
+
+    monkeypatch.setattr(mtp, "scatter_to_sequence_parallel_region", own_part)
+    states = torch.randn(5, 1, model.config.hidden_size)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model.mtp.layers[0]._predict(None, states, states)
+    assert kept and whole[0].data_ptr() not in kept
 
 
 def run(model: Glm5Model, row: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,8 @@ class Glm5MtpLayer(MegatronModule):
         both = torch.cat([self.enorm(ahead), self.hnorm(hidden_states)], dim=-1)
         states = gather_from_tensor_model_parallel_region(self.eh_proj(both)[0])
         if self.config.sequence_parallel:
-            states = scatter_to_sequence_parallel_region(states)
+            # a copy: the layer's norm keeps it, and of a view it would keep all ranks' tokens
+            states = scatter_to_sequence_parallel_region(states).clone()
         states, _ = self.mtp_model_layer(hidden_states=states, packed_seq_params=packed)
         return self.final_layernorm(states)
 
