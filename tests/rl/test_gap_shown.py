@@ -109,9 +109,12 @@ def test_replay_closes_most_of_the_gap_of_bf16(
 
 
 def test_replay_closes_the_gap_of_fp32(tiny_folder: TinyFolder, tmp_path: Path) -> None:
-    """At the start, and when the adapter has moved far."""
+    """At the start, and when the adapter has moved far.
+
+    At twice this rate logits grow so steep that rounding alone moves a ratio by 5e-4.
+    """
     out = tmp_path / "run"
-    sections = long_sections("float32", "float32") | {"optimizer": {"lr": 0.1}}
+    sections = long_sections("float32", "float32") | {"optimizer": {"lr": 0.05}}
     train_rl(rl_config(tiny_folder("5.2"), out, **sections), quiet=True)
     lines = read_metrics(out)
     assert len(lines) == 3 and all(line["gap_abs_diff"] <= ROUNDING for line in lines)
