@@ -24,13 +24,13 @@ __all__ = ["fp8_folder", "tiny_folder"]
 # name -> (processes, layout, recipes)
 LAYOUTS: dict[str, tuple[int, Layout, tuple[str, ...]]] = {
     "dp2": (2, Layout(), ("adapters", "indexer")),
-    "ep2": (2, Layout(ep=2), ("adapters", "shared", "indexer", "fp8_shared")),
+    "ep2": (2, Layout(ep=2), ("adapters", "shared", "indexer", "fp8")),
     "etp2": (2, Layout(etp=2), ("adapters", "shared", "weights", "fp8")),
     "tp2": (2, Layout(tp=2), ("adapters", "shared", "heads", "mtp", "fp8")),
     "cp2": (2, Layout(cp=2), ("adapters", "indexer", "mtp", "bf16", "fp8")),
     "pp2": (2, Layout(pp=2), ("adapters", "mtp", "fp8")),
     "pp2vpp2": (2, Layout(pp=2, vpp=2), ("adapters", "mtp", "bf16", "fp8")),
-    "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters", "bf16", "fp8_shared")),
+    "tp2ep2": (2, Layout(tp=2, ep=2), ("adapters", "bf16", "fp8")),
     "tp2pp2ep2": (4, Layout(tp=2, pp=2, ep=2), ("adapters", "shared")),
     "tp2ep2etp2": (4, Layout(tp=2, ep=2, etp=2), ("adapters",)),
     "tp2cp2ep4": (4, Layout(tp=2, cp=2, ep=4), ("adapters", "shared")),
@@ -68,7 +68,7 @@ def job(
     def make(name: str, recipe: str) -> Job:
         layout = LAYOUTS[name][1] if name in LAYOUTS else Layout()
         hf_dir = undecided if recipe in ("exact", "bf16") else tiny_folder("5.2")
-        if recipe in ("fp8", "fp8_shared"):
+        if recipe == "fp8":
             hf_dir = fp8_folder("5.2")
         return Job(hf_dir, folder / name / recipe, layout, recipe)
 

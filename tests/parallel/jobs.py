@@ -54,20 +54,17 @@ class Job:
     norms, embedding and head train beside them; dropout: on some linears; weights: full training
     with a frozen indexer; indexer: full training with the indexer's loss; mtp: that and the MTP
     layer's; heads: the same with attention shared by heads; exact, bf16: adapters in fp32 and in
-    bf16 on a model `without_decisions`; fp8: adapters on frozen float8 weights; fp8_shared: that,
-    where experts share factors."""
+    bf16 on a model `without_decisions`; fp8: adapters on frozen float8 weights."""
     resume_from: Path | None = None
     """Run folder of another layout, whose last checkpoint is gone on from."""
     recompute: str = "none"
     adapter_rank: int = 3
 
     def run_config(self) -> RunConfig:
-        is_fp8 = self.recipe in ("fp8", "fp8_shared")
-        adapts = is_fp8 or self.recipe in ("adapters", "shared", "dropout", "exact", "bf16")
+        adapts = self.recipe in ("adapters", "shared", "dropout", "exact", "bf16", "fp8")
         lora: dict[str, Any] | None = {"rank": self.adapter_rank, "alpha": 6.0} if adapts else None
-        if lora is not None and self.recipe in ("shared", "fp8_shared"):
-            lora["expert_lora"] = "shared_outer"
         if lora is not None and self.recipe == "shared":
+            lora["expert_lora"] = "shared_outer"
             lora["train"] = ["router", "norms", "embeddings", "lm_head"]
         if lora is not None and self.recipe == "dropout":
             lora |= {"dropout": 0.5, "targets": ["o_proj", "up_proj", "down_proj"]}
@@ -75,7 +72,7 @@ class Job:
             "model": {
                 "path": str(self.hf_dir),
                 "dtype": "bfloat16" if self.recipe == "bf16" else "float32",
-                "base_weights": "fp8" if is_fp8 else "dtype",
+                "base_weights": "fp8" if self.recipe == "fp8" else "dtype",
                 "recompute": self.recompute,
                 "mtp": self.recipe in ("mtp", "heads"),
             },
