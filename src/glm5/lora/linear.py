@@ -46,13 +46,14 @@ class LoraLinear(Adapted):
 
     def _grouped_pairs(self, dtype: torch.dtype) -> list[GroupedPair | None]:
         """Those of all linears, as of a single group."""
-        pairs = {name: self.pair(name) for name in self.pairs}
         return [
-            GroupedPair(pair.a[None].to(dtype), pair.b[None].to(dtype), pair.scale)
-            if (pair := pairs.get(name)) is not None
-            else None
+            self._grouped_pair(name, dtype) if name in self.pairs else None
             for name in self.hf_linears
         ]
+
+    def _grouped_pair(self, name: str, dtype: torch.dtype) -> GroupedPair:
+        pair = self.pair(name)
+        return GroupedPair(pair.a[None].to(dtype), pair.b[None].to(dtype), pair.scale)
 
     def _adapt(self, name: str, x: Tensor, part: Tensor) -> Tensor:
         """part + scale B A x, added in one product; the base may compute in another dtype than x

@@ -11,8 +11,9 @@ from glm5.errors import BackendError
 from glm5.ops.indexer_kl.inputs import SumOverRanks, check_dense_inputs, check_sparse_inputs
 from glm5.ops.indexer_kl.triton_divergence import divergence
 from glm5.ops.indexer_kl.triton_grads import score_grads
-from glm5.ops.indexer_kl.triton_keys import FUSED_DTYPES, KeyRows
+from glm5.ops.indexer_kl.triton_keys import KeyRows
 from glm5.ops.indexer_kl.triton_mass import attention_mass
+from glm5.ops.precision import FUSED_DTYPES
 
 # Budget of the dense form for one value per query and key of a block of query rows.
 _SCRATCH_BYTES = 128 * 2**20

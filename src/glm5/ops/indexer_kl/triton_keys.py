@@ -88,6 +88,3 @@ def index_sizes(index_q: Tensor) -> dict[str, Any]:
         "BLOCK_D": padded(head_dim),
         "UPCAST": is_interpreted(index_q),
     }
-
-
-FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
